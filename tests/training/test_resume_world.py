@@ -1,12 +1,15 @@
 """A run that resumes with another number of processes is the run that was interrupted: its rows, losses and logs."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from specheads.training.resume import ResumeError, Unlogged, Writers
+from tests.support.trainers import logged, model_of, rows, same, trainer_of, weights
 from tests.support.training_runs import assert_same_run, forked
 from tests.workers.runs_of_two import KINDS, SAVED, run, run_by_two
 
@@ -55,6 +58,21 @@ def test_a_step_of_other_rows_is_refused_unless_the_data_begin_anew(runs, tmp_pa
         run(tmp_path, "medusa", 1, checkpoint, per_device_train_batch_size=3)
     resumed = run(tmp_path, "medusa", 1, checkpoint, per_device_train_batch_size=3, ignore_data_skip=True)
     assert resumed.state.global_step == 6
+
+
+def evaluate_and_train(folder):
+    rank = os.environ["RANK"]
+    trainer = trainer_of(folder / "run", evaluation=rows(4, 1), bf16=True, max_steps=2)
+    trainer.evaluate()
+    trainer.train()
+    torch.save((weights(trainer.model), len(logged(trainer, "loss"))), folder / f"{rank}.pt")
+
+
+def test_processes_that_evaluate_before_they_train_train_together(tmp_path):
+    forked(2, evaluate_and_train, tmp_path)
+    (first, logs), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in "01")
+    assert same(first, second) and logs == 2
+    assert not same(first, weights(model_of()))
 
 
 def test_sums_of_processes_that_are_no_more_are_not_taken_over(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -316,10 +317,20 @@ class SpecTrainer(Trainer):
                 self.refuse_other_run(Path(found))
                 refuse_head_alone(Path(found), kind_of(self.accelerator))
         self._refuse_no_batch()
+        if kind_of(self.accelerator) == "ddp" and not isinstance(self.model_wrapped, DistributedDataParallel):
+            self._undo_evaluation()
         self._cpu_logged, self.restored_step = time.process_time(), None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output
+
+    def _undo_evaluation(self) -> None:
+        """A model that an earlier evaluation has prepared counts as ready to train, without DDP (accelerate 1.15): each
+        process would train on its own."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # of its autocast, which training adds too
+        self.accelerator._models.clear()
+        self.model._is_accelerate_prepared = False  # type: ignore[union-attr]
+        self.model_wrapped = self.model  # type: ignore[assignment]
 
     def _refuse_no_batch(self) -> None:
         args, rows = self.args, cast(Any, self.train_dataset)

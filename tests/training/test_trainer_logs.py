@@ -89,6 +89,17 @@ def printed(folder, capsys, **options):
     return trainer, capsys.readouterr()
 
 
+def test_a_second_run_logs_nothing_of_the_first(tmp_path):
+    trainer = trainer_of(
+        tmp_path, model_of("medusa"), logging_steps=3, learning_rate=0.0
+    )  # of 4 steps the last unlogged
+    runs = []
+    for _ in range(2):
+        trainer.train()
+        runs.append(logged(trainer, "tokens_seen", "accepted_length", "loss_depth_1"))
+    assert len(runs[0]) == 1 and runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("bar", [False, True])
 def test_without_a_terminal_each_log_is_a_plain_line_that_has_the_accepted_length(bar, tmp_path, capsys):
     trainer, shown = printed(tmp_path, capsys, disable_tqdm=not bar)

@@ -320,6 +320,7 @@ class SpecTrainer(Trainer):
         if kind_of(self.accelerator) == "ddp" and not isinstance(self.model_wrapped, DistributedDataParallel):
             self._undo_evaluation()
         self._cpu_logged, self.restored_step = time.process_time(), None
+        self._training_meter, self._pace.tokens = TrainingMeter(), 0  # without what an earlier run had not logged
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output

@@ -128,8 +128,11 @@ class Objective:
         if self.pace is None:
             return weights
         chances = _chances(targets, rows, project, draft, chunk)
-        # By start: the weight at depth j is what all deeper drafts of the same start stand to gain.
-        return weights * position_weights(targets.scatter_by_start(chances), self.pace)[targets.starts, targets.depths]
+        # By start: the weight at depth j is what all deeper drafts of the same start stand to gain. The depths that an
+        # evaluation only scores, the last, are none of them.
+        trained = sum(weight > 0 for weight in self.depth_weights)
+        by_start = position_weights(targets.scatter_by_start(chances)[:, :trained], self.pace)
+        return weights * by_start[targets.starts, targets.depths.clamp_max(trained - 1)]
 
 
 @dataclass(frozen=True, slots=True)

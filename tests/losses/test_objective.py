@@ -199,6 +199,13 @@ def test_dpace_weights_each_draft_by_its_own_start(monkeypatch):
         assert float(model(**batch).loss) == pytest.approx(float(total) / (len(ids) - 1), rel=1e-10)
 
 
+@pytest.mark.parametrize(("kind", "options"), [("eagle", {"steps": 2, "metric_steps": 4}), ("eagle3", {}), ("mtp", {})])
+def test_dpace_weighs_an_evaluation_as_it_does_training(kind, options):
+    model, batch = spec_model(kind, dpace=0.5, **options), Collator(0)(rows(9, 7))
+    trained, evaluated = (model.train(mode)(**batch).loss.detach() for mode in (True, False))
+    torch.testing.assert_close(trained, evaluated, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("text", ["lK", "ce:0", "ce:-1", "ce:x", "ce:nan", "ce,ce:2", "", "ce:inf"])
 def test_an_unknown_or_unweighted_loss_is_refused(text):
     with pytest.raises(ValueError, match="loss"):

@@ -150,6 +150,13 @@ def test_the_recipe_a_run_leaves_is_that_run_again(tmp_path):
     assert read_recipe(tmp_path / "again.yaml") == cached
 
 
+def test_the_recipe_a_run_leaves_and_its_card_shows_has_no_token_of_the_hub():
+    options = with_overrides(LEAST, ["training.hub_token=hf_secret", "training.push_to_hub=true"])
+    recipe = Recipe.from_dict(options)
+    assert recipe.training["hub_token"] == "hf_secret"
+    assert "push_to_hub: true" in recipe.to_yaml() and "hf_secret" not in recipe.to_yaml()
+
+
 def test_stopping_early_needs_something_to_stop_on():
     with pytest.raises(RecipeError, match=r"early_stopping=2 needs training\.eval_strategy"):
         Recipe.from_dict({**LEAST, "early_stopping": 2})

@@ -110,7 +110,8 @@ class Recipe:
         return str(self.training.get("eval_strategy", "no")) != "no" and all(self.training.get(n) for n in wanted)
 
     def to_yaml(self) -> str:
-        """The recipe of the same run, without what is left to defaults; rows that no file holds cannot be in it."""
+        """The recipe of the same run, without what is left to defaults and without tokens of the hub, since cards show
+        it; rows that no file holds cannot be in it."""
 
         def changed(section: Any) -> dict[str, Any]:
             named = () if section is None else dataclasses.fields(section)
@@ -120,7 +121,9 @@ class Recipe:
         options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}
         options |= {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
         options["lora"] = None if self.lora is None else self.lora.to_dict()
-        options["training"] = {name: value for name, value in self.training.items() if _plain(value)}
+        options["training"] = {
+            name: value for name, value in self.training.items() if _plain(value) and not name.endswith("_token")
+        }
         return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
 
     @property

@@ -107,3 +107,20 @@ def test_early_stopping_can_be_asked_for_when_a_run_resumes(folder, tmp_path):
     resumed = run_of(tmp_path, folder, max_steps=8, early_stopping=1)
     resumed.train()
     assert resumed.trainer.state.global_step == 3
+
+
+def test_a_run_uploads_its_head_once_with_the_figures_of_its_end(folder, tmp_path, monkeypatch):
+    uploaded = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            return type("Repo", (), {"repo_id": "someone/e3"})
+
+        def upload_folder(self, folder_path, **options):
+            uploaded.append((tmp_path / "README.md").read_text("utf8"))
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    metrics = run_of(tmp_path, folder, push_to_hub=True, hub_strategy="end").train()
+    [card] = uploaded
+    assert f"**{metrics['eval_accepted_length']:.2f}**" in card and "someone/e3" in card
+    assert "head is that of step 1 of 3" in card and "library_name: specheads" in card

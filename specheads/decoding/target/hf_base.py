@@ -36,8 +36,8 @@ def text_config(base: PreTrainedModel) -> Any:
 
 
 def first_layer(config: Any) -> Any:
-    """The config with the sizes of the first layer, for models whose layers differ in them, as Gemma 4's in the width of
-    heads: transformers refuses to read such a size of the whole model."""
+    """The config with the sizes of the first layer, for models whose layers differ in them (Gemma 4: the width of
+    heads): transformers refuses to read such a size of the whole model."""
     layers = getattr(config, "per_layer_config", None)
     return config if layers is None else layers[0]
 

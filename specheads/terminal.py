@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-# Styles of drafted tokens and of the target's own; without a terminal they are marked as in a word diff.
+# Styles of drafted tokens and of the target's own; without colours they are marked as in a word diff.
 ACCEPTED, REJECTED, OWN = "green", "red strike", "blue"
 MARKS = {ACCEPTED: ("{+", "+}"), REJECTED: ("[-", "-]"), OWN: ("", "")}
 _LOG_WIDTH = 110  # of tables and rules in a log file
@@ -39,6 +39,11 @@ def make_console(*, stderr: bool = False) -> Console:
         emoji=False,
         soft_wrap=not terminal,
     )
+
+
+def has_colors(console: Console) -> bool:
+    """Whether styles tell texts apart there: not without a terminal, with TERM=dumb or under NO_COLOR."""
+    return console.color_system is not None and not console.no_color
 
 
 def utf8_text(text: str, source: str) -> str:

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from specheads.compat.witness import Witness
-from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED, make_console, printable, write
+from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED, has_colors, make_console, printable, write
 
 
 class Printer:
@@ -26,7 +26,7 @@ class Printer:
         write(self.console, head)
         for tokens, style in parts:
             if tokens:
-                begin, end = ("", "") if self.console.is_terminal or not style else MARKS[style]
+                begin, end = ("", "") if has_colors(self.console) or not style else MARKS[style]
                 text = " ".join(map(self._spelled, tokens))
                 write(self.console, " ")
                 write(self.console, f"{begin}{text}{end}", style)

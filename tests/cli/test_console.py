@@ -1,6 +1,7 @@
 """What the terminal shows: tokens in their colours, whole characters, nothing that steers it."""
 
 import io
+import re
 import sys
 
 import pytest
@@ -10,8 +11,11 @@ from rich.console import Console
 from specheads import terminal
 from specheads.bench import report
 from specheads.cli import token_stream
+from specheads.cli.chat import view
 from specheads.cli.chat.comparison import COLUMNS
+from specheads.cli.chat.steps import Watched
 from specheads.decoding.text import TextPieces
+from specheads.decoding.tree import DraftTree
 
 TABLES = {
     "comparison": (COLUMNS, ("head", "96", "178.1", "2.00×", "123/456 (27%)", "2.10", "differs", "the target's")),
@@ -79,6 +83,28 @@ def test_what_tokens_would_add_is_seen_without_taking_them_in():
 
 def test_a_model_cannot_steer_the_terminal():
     assert terminal.printable("a\x1b[31m\x9b\r\x07b\n\tc") == "a\\x1b[31m\\x9b\\r\\x07b\n\tc"
+
+
+@pytest.mark.parametrize("variable", [None, ("TERM", "dumb"), ("NO_COLOR", "1")])
+def test_drafts_are_marked_in_a_terminal_without_colours(variable, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if variable is not None:
+        monkeypatch.setenv(*variable)
+    file = io.StringIO()
+    file.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", file)
+    screen = terminal.make_console()
+    stream = view.StepStream(screen, Pieces(), Watched(None))
+    for token in b"pa":
+        stream.put(torch.tensor([token]))
+    stream.watched.tree = DraftTree.chains(torch.tensor(list(b"a")), [list(b"bx")])
+    stream.put(torch.tensor(list(b"bc")))
+    stream.close(1)
+    marked = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
+    assert marked == ("abxc" if variable is None else "a{+b+}[-x-]c")
+    legend = view.legend("steps", colors=terminal.has_colors(screen)).plain
+    assert ("{+accepted" in legend and "[-rejected" in legend) is (variable is not None)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -52,12 +52,16 @@ def test_debug_shows_a_text_without_drafts_and_its_end_token(target, capsys):
     assert last == f"end token {end} found at position {len(ids) - 1}"
 
 
-def test_debug_colours_on_a_terminal(target, small, capsys, monkeypatch):
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_debug_colours_on_a_terminal(no_color, target, small, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
     compat.speculative_generate(PROMPT, small, target, gamma=4, max_gen_len=NEW, eos_tokens_id=[], debug=True)
     out = capsys.readouterr().out
-    assert all(code in out for code in ("\x1b[32m", "\x1b[9;31m", "\x1b[34m"))  # green, red, blue
+    for code in ("\x1b[32m", "\x1b[9;31m", "\x1b[34m"):  # green, red, blue
+        assert (code in out) is not bool(no_color)
+    assert ("[-" in out) is bool(no_color)
 
 
 def test_debug_shows_the_candidates_of_each_step_of_a_beam_search(target, capsys):

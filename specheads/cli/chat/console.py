@@ -106,7 +106,7 @@ class Console:
         if name == "cache":
             self._say(command.meaning)
         if name == "debug" and self.session.settings.debug != "off":
-            self.messages.print(view.legend(self.session.settings.debug))
+            self.messages.print(view.legend(self.session.settings.debug, colors=terminal.has_colors(self.out)))
 
     def prompt(self, text: str) -> None:
         """Answer with every decoder that is switched on, with one seed, and compare.

@@ -54,7 +54,7 @@ class StepStream(token_stream.TokenStream):
         self._write("", OWN)  # closes an open mark
 
     def _write(self, text: str, style: str) -> None:
-        if not self.console.is_terminal and style != self.marked and (text or style == OWN):
+        if not terminal.has_colors(self.console) and style != self.marked and (text or style == OWN):
             text = MARKS[self.marked][1] + MARKS[style][0] + text
             self.marked = style
         terminal.write(self.console, text, style)
@@ -73,13 +73,14 @@ def heading(console: Console, mode: Mode) -> None:
     console.print(line, soft_wrap=True)
 
 
-def legend(debug: str) -> Text:
-    """One line with the meaning of each colour in this view."""
+def legend(debug: str, *, colors: bool) -> Text:
+    """One line with the meaning of each colour in this view, or of each mark where there are no colours."""
     if debug == "depth":
-        return token_stream.legend()
+        return token_stream.legend() if colors else Text("no colours here; drafts are counted after each answer")
     line = Text()
     for text, style in (("accepted drafts", ACCEPTED), ("rejected drafts", REJECTED), ("the target's own", OWN)):
-        line.append(text, style).append("   ")
+        begin, end = ("", "") if colors else MARKS[style]
+        line.append(f"{begin}{text}{end}", style).append("   ")
     return line
 
 

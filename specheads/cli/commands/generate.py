@@ -102,7 +102,7 @@ def show(
     )
     terminal.write(out, "\n")
     if color_depth:
-        if errors.is_terminal:
+        if terminal.has_colors(out) and terminal.has_colors(errors):
             errors.print(token_stream.legend())
         errors.print(token_stream.depth_counts(depths))
     statistics = result.statistics()
@@ -118,11 +118,11 @@ def write_text(
 ) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
     """Print the text that `base` generates after `prompt`; the output of generate(), and the draft depth of each token.
 
-    With color_depth the prompt is printed too, in another colour or, without a terminal, followed by ▶."""
+    With color_depth the prompt is printed too, in another colour or, without colours, followed by ▶."""
     shown = token_stream.TokenStream(out, tokenizer, colored=color_depth)
     if color_depth:
         terminal.write(out, prompt, "bright_black")
-        if not out.is_terminal:
+        if not terminal.has_colors(out):
             terminal.write(out, "▶")
     streamer: Any = shown if stream else None
     result: Any = generate(base, **inputs, **arguments, streamer=streamer, return_dict_in_generate=True)

@@ -52,7 +52,7 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
     out = terminal.make_console()
     loaded, tokenizer = load_base(Path(base))
     model = load_head(loaded, head, dtype=loaded.dtype)
-    if out.is_terminal:
+    if terminal.has_colors(out):
         out.print(token_stream.legend())
     texts = []
     for prompt, batch in zip(prompts, prompt_batches.batches(tokenizer, prompts, loaded.device), strict=True):

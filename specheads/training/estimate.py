@@ -7,6 +7,7 @@ are in this one; on a GPU a context. Time is a count of operations over a share 
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -298,7 +299,8 @@ def _device(wanted: str | None) -> tuple[str, float]:
     if wanted is None and torch.cuda.is_available():
         wanted = torch.cuda.get_device_name()
     if wanted is not None:
-        known = next((name for name in PEAKS if name.lower() in wanted.lower()), None)
+        # An L40 is no L4, and an A1000 no A100.
+        known = next((name for name in PEAKS if re.search(rf"{name}(?!\d)", wanted, re.IGNORECASE)), None)
         if known is None:
             raise ValueError(f"device {wanted!r} is not known; give one of {', '.join(PEAKS)}")
         return known, UTILISATION * PEAKS[known]

@@ -61,8 +61,9 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):
     planned = estimate(recipe, 4, "zero3", "H200").sharded_loading
     assert planned == pytest.approx(alone["base"] + 2 * alone["head"] + 4 * layer / GIB)
     assert estimate(recipe, 4, "ddp", "H200").sharded_loading is None
-    with pytest.raises(ValueError, match="'TPU' is not known; give one of H200"):
-        estimate(recipe, device="TPU")
+    for name in ("TPU", "NVIDIA L40", "NVIDIA RTX A1000"):
+        with pytest.raises(ValueError, match=f"'{name}' is not known; give one of H200"):
+            estimate(recipe, device=name)
 
 
 def test_recomputed_activations_are_not_kept(material, tmp_path):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Json, NewTokens, Overrides, Recipe, app, emit
+from specheads_cli.app import Json, NewTokens, Overrides, Recipe, app, emit, refuse_file
 from specheads_cli.shipped import find_recipe
 
 
@@ -34,6 +34,7 @@ def demo(
     from specheads.cli.demo import story
     from specheads.terminal import make_console
 
+    refuse_file(output, "--output")
     options = story.DemoOptions(
         minutes=minutes, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, checkpoints=checkpoints,
         output=output,

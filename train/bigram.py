@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
@@ -24,6 +25,7 @@ from specheads.data.rows import tokenize
 from specheads.data.sources import load_dataset_rows
 from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.hub import options as hub_options
+from specheads_cli.app import refuse_folder
 
 
 @dataclass
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     (options,) = parser.parse_args_into_dataclasses(arguments)
     try:
+        refuse_folder(Path(options.output), "--output")
         hub = hub_options(options.base)
         vocab_size = AutoConfig.from_pretrained(options.base, **hub).get_text_config(decoder=True).vocab_size
         table = count_bigrams(token_rows(options, AutoTokenizer.from_pretrained(options.base, **hub)), vocab_size)

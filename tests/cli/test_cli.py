@@ -132,6 +132,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
         ("demo --checkpoints {tmp}", "no base model at"),
         ("demo --minutes -2", "minutes"),
+        ("demo --checkpoints {shipped} --output {tmp}/latin.txt", "{tmp}/latin.txt is a file, not a folder"),
         ("demo --checkpoints {shipped} --num-prompts 99", "99 prompts asked for"),
         ("deom", "No such command"),
     ],

@@ -107,6 +107,8 @@ def test_the_command_counts_a_corpus(tmp_path, capsys):
     assert f"a follower for {known} of 4096 tokens" in capsys.readouterr().out
     assert command.main(["--base", str(base), "--source", "no.txt", "--output", str(output)]) == 2
     assert capsys.readouterr().err.startswith("train/bigram.py: no file 'no.txt'")
+    assert command.main(["--base", str(base), "--source", "no.txt", "--output", str(tmp_path)]) == 2  # before it counts
+    assert capsys.readouterr().err == f"train/bigram.py: --output {tmp_path} is a folder: give a file\n"
 
 
 def test_a_drafter_with_the_table_drafts_after_ids_never_seen():

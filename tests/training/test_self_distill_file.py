@@ -112,3 +112,10 @@ def test_the_summary_counts_what_is_left_out(tmp_path):
     assert all(number % 4 == 3 for number in same) and all(number % 7 == 5 for number in others)
     assert f"left out {len(same)} answers that were the same" in file.summary()
     assert f"left out {len(others)} answers (" in file.summary() and "no answer 5" in file.summary()
+
+
+def test_a_folder_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "own").mkdir()
+    with pytest.raises(ValueError, match="own is a folder: give a file"):
+        RowsFile(tmp_path / "own", Stream(iter(()), 1, 1)).require_same({})
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]

@@ -45,6 +45,8 @@ class RowsFile:
     def require_same(self, options: Mapping[str, Any]) -> None:
         """ValueError if the file holds something else, or rows made with other options than these, or of other
         questions; else keep these beside the rows."""
+        if self.path.is_dir():
+            raise ValueError(f"--output {self.path} is a folder: give a file")
         options = {**options, "questions": self.stream.mark}
         if self.path.is_file() and self.path.stat().st_size:
             if not self.options_path.exists():

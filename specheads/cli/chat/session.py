@@ -85,8 +85,11 @@ class Session:
                 _refuse_idle_system(new)
             if any(getattr(new, key) != getattr(self.settings, key) for key in RUNS):
                 self._try(new)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise ValueError(f"/{name}: {error}") from error
+        except OSError as error:
+            said = f"{error.strerror}: {error.filename}" if error.filename else error
+            raise ValueError(f"/{name}: {said}") from error
         if name == "set_ngramstorage":
             self.storage = self._new_storage(new)
         if not new.remember:

@@ -66,9 +66,9 @@ class Processor:
         usage = f"{name} {' '.join(wanted).upper()}"
         if len(given) > len(wanted) or (given and len(given) < len(wanted)) or (len(wanted) > 1 and not given):
             raise ValueError(f"{usage}: {len(given)} of {len(wanted)} numbers given")
-        kinds = {"temperature": float, "top_k": int, "top_p": float}
+        kinds: dict[str, Callable[[str], Any]] = {"temperature": number, "top_k": whole, "top_p": number}
         try:
-            return cls(name, **{key: kinds[key](number) for key, number in zip(wanted, given, strict=False)})
+            return cls(name, **{key: kinds[key](text) for key, text in zip(wanted, given, strict=False)})
         except ValueError as error:
             raise ValueError(f"{usage}: {error}") from error
 
@@ -183,6 +183,13 @@ def whole(text: str) -> int:
         raise ValueError(f"{text!r} is not a whole number" if text else "give a whole number") from None
 
 
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+
+
 def _set_storage(settings: Settings, rest: str) -> Settings:
     kind, *n = rest.split() or [""]
     if len(n) > 1:
@@ -222,8 +229,8 @@ COMMANDS: dict[str, Command] = {
     "speculative": _switch("speculative", "the target with the drafter"),
     "ngram": _switch("ngram", "the target with n-grams learnt while decoding"),
     "drafter": Command(
-        "[on|off|NAME]", f"NAME: head, model, {', '.join(map(DRAFTERS.usage, DRAFTERS))}, or a checkpoint (head or "
-        "model) to draft with; without it: the draft model alone, too",
+        "[on|off|NAME]", f"NAME: auto[:FILE], head, model, {', '.join(map(DRAFTERS.usage, DRAFTERS))}, or a checkpoint "
+        "(head or model) to draft with; without it: the draft model alone, too",
         lambda s: f"{s.drafter}, alone: {'on' if s.alone else 'off'}", _set_drafter,
     ),
     "accept": Command(

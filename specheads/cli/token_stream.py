@@ -36,8 +36,9 @@ class TokenStream:
     target's own unless the text stopped at a draft, and only the finished steps show which.
     """
 
-    def __init__(self, console: Console, tokenizer: Any, *, colored: bool) -> None:
-        self.console, self.colored = console, colored
+    def __init__(self, console: Console, tokenizer: Any, *, colored: bool, prompt: str = "") -> None:
+        """prompt: printed before the first token, after what the log says of the first step."""
+        self.console, self.colored, self.prompt = console, colored, prompt
         self.pieces = TextPieces(tokenizer)
         self.prompt_seen = False
         self.held: int | None = None
@@ -66,6 +67,9 @@ class TokenStream:
 
     def _show(self, token: int, depth: int, *, last: bool = False) -> None:
         self.depths.append(depth)
+        if self.prompt:
+            write(self.console, self.prompt, "bright_black")
+            self.prompt = ""
         write(self.console, self.pieces.add(token, last=last), depth_style(depth) if self.colored else "")
 
 

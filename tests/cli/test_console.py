@@ -60,6 +60,17 @@ def test_each_token_is_coloured_by_its_draft_depth():
     ]  # fmt: skip
 
 
+def test_the_prompt_is_shown_with_the_first_token():
+    screen = Screen()
+    stream = token_stream.TokenStream(screen, Pieces(), colored=True, prompt="x =")
+    for step in (b"x =", b"a"):
+        stream.put(torch.tensor(list(step)))
+    assert not screen.written, "what the log says of the first step comes before it"
+    stream.put(torch.tensor(list(b"bc")))
+    stream.close(accepted=1)
+    assert [text for text, _ in screen.written] == ["x =", "a", "b", "c"]
+
+
 def test_a_text_that_stops_at_a_draft_ends_in_its_colour():
     stream = token_stream.TokenStream(Screen(), Pieces(), colored=True)
     for step in (b"prompt", b"a", b"bc"):

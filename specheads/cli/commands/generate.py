@@ -119,11 +119,8 @@ def write_text(
     """Print the text that `base` generates after `prompt`; the output of generate(), and the draft depth of each token.
 
     With color_depth the prompt is printed too, in another colour or, without colours, followed by ▶."""
-    shown = token_stream.TokenStream(out, tokenizer, colored=color_depth)
-    if color_depth:
-        terminal.write(out, prompt, "bright_black")
-        if not terminal.has_colors(out):
-            terminal.write(out, "▶")
+    before = (prompt if terminal.has_colors(out) else prompt + "▶") if color_depth else ""
+    shown = token_stream.TokenStream(out, tokenizer, colored=color_depth, prompt=before)
     streamer: Any = shown if stream else None
     result: Any = generate(base, **inputs, **arguments, streamer=streamer, return_dict_in_generate=True)
     if not stream:

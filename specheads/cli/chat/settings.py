@@ -266,7 +266,7 @@ COMMANDS: dict[str, Command] = {
         lambda s, rest: replace(s, system=_value_or_none(unescaped(rest))),
     ),
     "debug": Command(
-        "[on|off|depth]", "show drafts: accepted, refused, the target's own; depth: by depth of the draft",
+        "[on|off|depth]", "show drafts: accepted, rejected, the target's own; depth: by depth of the draft",
         lambda s: s.debug, _set_debug, ((*SWITCH, "depth"),),
     ),
     "set_ngramstorage": Command(

@@ -10,8 +10,8 @@ from gpu_sections.successor import prompts
 from gpu_sections.timing import Deadline, peak_memory
 from specheads.bench import decoders
 from specheads.bench.compare.report import rows_of, tables
-from specheads.bench.figures.samples import sample
-from specheads.bench.runner import Decoder, Race, race
+from specheads.bench.figures.samples import rounds_of
+from specheads.bench.runner import Decoder, race
 from specheads.decoding.planner import chain
 
 TITLE = "Whole texts, one row, greedy"
@@ -40,7 +40,9 @@ def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
     done = sum(map(len, result.runs[REFERENCE]))
     if done < sizes.repeats * len(batches):
         deadline.skipped.append(f"{sizes.repeats * len(batches) - done} of {sizes.repeats * len(batches)} rounds")
-    rows = rows_of(rounds_with_texts(result), REFERENCE, sizes.new, machine.floor.seconds)
+    cell = {"prompts": "random", "batch": 1, "temperature": 0.0}
+    rounds = [{**cell, **one} for one in rounds_of(result, REFERENCE)]
+    rows = rows_of(rounds, REFERENCE, sizes.new, machine.floor.seconds)
     (table, *_) = tables(rows)
     return {
         "columns": [*table.columns, "peak, MB"],
@@ -73,15 +75,3 @@ def all_decoders(machine: Machine) -> dict[str, Decoder]:
         **{f"{n} a step, compiled": forced(n, **compile) for n in ACCEPTED},
         "transformers, static and compiled": static,
     }
-
-
-def rounds_with_texts(result: Race) -> list[dict[str, Any]]:
-    """The rounds of the race as `specheads bench` keeps them, texts compared with the reference's."""
-    return [
-        {
-            "prompts": "random", "batch": 1, "temperature": 0.0, "repeat": repeat, "index": index, "categories": [None],
-            "decoders": {name: sample(result.runs[name][repeat][index], run) for name in result.runs},
-        }
-        for repeat, runs in enumerate(result.runs[REFERENCE])
-        for index, run in enumerate(runs)
-    ]  # fmt: skip

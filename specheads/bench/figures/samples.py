@@ -42,13 +42,12 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
     }  # fmt: skip
 
 
-def rounds_of(race: Race) -> list[Round]:
-    """The rounds of a race of prompt batches without categories, whose texts are not compared."""
-    names = list(race.runs)
+def rounds_of(race: Race, reference: str) -> list[Round]:
+    """The rounds of a race of prompt batches without categories, texts compared with the reference's."""
     rounds = []
-    for repeat, runs in enumerate(race.runs[names[0]]):
+    for repeat, runs in enumerate(race.runs[reference]):
         for index, run in enumerate(runs):
-            samples = {name: sample(race.runs[name][repeat][index]) for name in names}
+            samples = {name: sample(race.runs[name][repeat][index], run) for name in race.runs}
             categories = [None] * len(run.output.tokens)
             rounds.append({"repeat": repeat, "index": index, "categories": categories, "decoders": samples})
     return rounds

@@ -44,7 +44,7 @@ def evaluate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Prompts at a time; with 2 or more a row that ends takes the next prompt.")
     ] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats; figures are medians over them.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats; each prompt batch counts with its median.")] = 3,
     tree: Tree = None,
     accept: Accept = None,
     assistant: Assistant = None,

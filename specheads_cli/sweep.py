@@ -59,7 +59,7 @@ def sweep(
         int | None, typer.Option(min=1, help="Most tokens of an answer (default: the task's).")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Repeats of the speed; figures are medians over them.")
+        int | None, typer.Option(min=1, help="Repeats of the speed; each prompt counts with its median.")
     ] = None,
     clock: Annotated[str | None, typer.Option(help="wall, or cpu if others use the machine too.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,

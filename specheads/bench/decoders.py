@@ -137,10 +137,7 @@ def drafted(
         given = {**options, "max_new_tokens": limits, "seed": seeds}
         results = call_many(prompts, batch_size=batch_size or len(prompts), **given)
         gains = [[len(step.tokens[0]) for step in one.steps] for one in results]
-        later = [step for one in results for step in one.steps[1:]]
-        pooled = replace(results[0], steps=[results[0].steps[0], *later]).statistics()
-        steps = {"steps": parts.steps, "accepted_by_depth": pooled["accepted_by_depth"]}
-        return Output([one.tokens for one in results], steps | counts(gains), gains)
+        return Output([one.tokens for one in results], {"steps": parts.steps} | counts(gains), gains)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         inputs, limits, seeds = take_row_options(batch, max_new_tokens)
@@ -161,7 +158,7 @@ def drafted(
 
 
 def counts(gains: list[list[int]]) -> dict[str, Any]:
-    """What Race and samples read of statistics, of the tokens that each row gained in each of its steps."""
+    """What samples read of statistics, of the tokens that each row gained in each of its steps."""
     later = [gained for row in gains for gained in row[1:]]
     return {"rows_stepped": len(later), "gained": sum(later)}
 

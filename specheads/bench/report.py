@@ -6,63 +6,62 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specheads.bench.figures.samples import figures, rounds_of
 from specheads.bench.runner import Race
 
-COLUMNS = ("decoder", "tokens/s", "speed-up", "accepted length", "same text")
+COLUMNS = ("decoder", "tokens/s", "speed-up", "95 %", "accepted length", "same text")
 
 
-def summary(result: Race, reference: str) -> dict[str, dict[str, Any]]:
-    """Decoder → tokens_per_second, speed_up over `reference`, accepted_length (None if unknown), accepted_by_depth,
-    identical, differs_at, and parts: repeated and unrepeated text separately."""
-    made: dict[str, dict[str, Any]] = {}
-    known = {name: result.parts(name) for name in result.runs}
+def summary(result: Race, reference: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
+    """Decoder → is it the reference, its figures(), tokens_per_second_of_each_repeat, and over all repeats whether its
+    texts are the reference's (`identical`) and where not (`differs_at`)."""
+    rounds = rounds_of(result, reference)
+    rows: dict[str, dict[str, Any]] = {}
     for name in result.runs:
         differing = result.differing(name, reference)
-        parts = {}
-        for kind, part in known[name].items():
-            other = known[reference].get(kind)
-            parts[kind] = {
-                "share": part.share,
-                "tokens_per_second": part.tokens_per_second,
-                "speed_up": part.tokens_per_second / other.tokens_per_second if other else None,
-                "accepted_length": part.accepted_length,
-            }
-        made[name] = {
-            "tokens_per_second": result.tokens_per_second(name),
+        rows[name] = {
+            "reference": name == reference,
+            **figures(rounds, name, reference, max_new_tokens),
             "tokens_per_second_of_each_repeat": result.speeds(name),
-            "speed_up": result.speed_up(name, reference),
-            "accepted_length": result.accepted_length(name),
-            "accepted_by_depth": result.accepted_by_depth(name),
             "identical": not differing,
             "differs_at": [{"batch": i, "row": row, "token": at} for i, row, at in differing],
-            "parts": parts,
         }
-    return made
+    return rows
 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
     """One decoder's line of the table, in the order of COLUMNS."""
-    length = row["accepted_length"]
     return [
         name,
         f"{row['tokens_per_second']:.1f}",
         f"{row['speed_up']:.2f}×",
-        "–" if length is None else f"{length:.2f}",
+        format_interval(row),
+        format_figure(row["accepted_length"]),
         "yes" if row["identical"] else f"no ({len(row['differs_at'])})",
     ]
 
 
+def format_interval(row: dict[str, Any]) -> str:
+    """The interval of a speed-up, which the reference's own has none of."""
+    interval = None if row["reference"] else row["speed_up_interval"]
+    return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
+
+
+def format_figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
 def part_cells(name: str, row: dict[str, Any]) -> list[str]:
     """One decoder's line of the table for new and repeated text, in the order of PART_COLUMNS."""
-    made = [name]
+    line = [name]
     for kind in ("unrepeated", "repeated"):
-        part = row["parts"].get(kind)
+        part = (row["by_text"] or {}).get(kind)
         if part is None:
-            made += ["–"] * 3
+            line += ["–"] * 3
             continue
         ratio = "–" if part["speed_up"] is None else f"{part['speed_up']:.2f}×"
-        made += [f"{part['tokens_per_second']:.1f}", ratio, f"{part['accepted_length']:.2f}"]
-    return made
+        line += [f"{part['tokens_per_second']:.1f}", ratio, format_figure(part["accepted_length"])]
+    return line
 
 
 PART_COLUMNS = ("decoder", "new: tok/s", "speed-up", "accepted", "repeated: tok/s", "speed-up", "accepted")

@@ -1,8 +1,4 @@
-"""Race decoders on the same prompts: interleaved, repeated, and compared by ratios inside one run.
-
-A decoder's speed in one repeat is all its tokens over all its seconds; the median over repeats is reported. A speed-up
-is the median of the ratios of each repeat, so a machine that slows down slows both sides.
-"""
+"""Race decoders on the same prompts: interleaved, so that a machine that slows down slows them all, and repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 Clock = Callable[[], float]
@@ -72,15 +67,6 @@ class Run:
         return self.output.gains or ([[gained for gained, _ in self.steps]] if self.steps else [])
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Speed and accepted length on one kind of text. share: of all tokens."""
-
-    share: float
-    tokens_per_second: float
-    accepted_length: float
-
-
 @dataclass(frozen=True)
 class Race:
     """runs[decoder][repeat][prompt batch]."""
@@ -91,38 +77,6 @@ class Race:
         """Tokens per second of each repeat."""
         return [sum(r.num_tokens for r in runs) / sum(r.seconds for r in runs) for runs in self.runs[name]]
 
-    def tokens_per_second(self, name: str) -> float:
-        return median(self.speeds(name))
-
-    def speed_up(self, name: str, reference: str) -> float:
-        pairs = zip(self.speeds(name), self.speeds(reference), strict=True)
-        return median(own / other for own, other in pairs)
-
-    def accepted_length(self, name: str) -> float | None:
-        """Tokens a step after the prefill, including the target's own; None if the decoder does not report them."""
-        runs = self.runs[name][0]
-        if all(run.steps for run in runs):
-            later = [gained for run in runs for gained, _ in run.steps[1:]]
-            return sum(later) / len(later) if later else 1.0
-        known = [run.output.statistics for run in runs]
-        if not all("rows_stepped" in s for s in known):
-            return None
-        stepped = sum(s["rows_stepped"] for s in known)
-        return sum(s["gained"] for s in known) / stepped if stepped else 1.0
-
-    def accepted_by_depth(self, name: str) -> list[float]:
-        """Share of steps that accepted a draft at depth 1, 2, …"""
-        known = [run.output.statistics for run in self.runs[name][0]]
-        if not all("accepted_by_depth" in s for s in known):
-            return []
-        steps = sum(s["rows_stepped"] for s in known)
-        deepest = max(len(s["accepted_by_depth"]) for s in known)
-        at = [
-            sum(s["accepted_by_depth"][d] * s["rows_stepped"] for s in known if d < len(s["accepted_by_depth"]))
-            for d in range(deepest)
-        ]
-        return [count / steps for count in at] if steps else []
-
     def differing(self, name: str, reference: str) -> list[tuple[int, int, int]]:
         """(prompt batch, row, token) of the first difference between two texts, in any repeat; [] if all are equal."""
         found = set()
@@ -132,34 +86,6 @@ class Race:
                     if (token := first_difference(a, b)) is not None:
                         found.add((i, row, token))
         return sorted(found)
-
-    def parts(self, name: str) -> dict[str, Part]:
-        """Figures for steps whose first token continues new text (`unrepeated`) or text seen before (`repeated`).
-
-        Only for batches of one row; a part without steps is left out.
-        """
-        totals: dict[str, list[list[float]]] = {"unrepeated": [], "repeated": []}
-        counted = {"unrepeated": [0.0, 0.0], "repeated": [0.0, 0.0]}  # tokens and steps after the prefill
-        for runs in self.runs[name]:
-            splits = [split_by_text(run) for run in runs]
-            for kind in totals:
-                tokens, seconds, gained, steps = (
-                    sum(figures) for figures in zip(*(s[kind] for s in splits), strict=True)
-                )
-                counted[kind][0] += gained
-                counted[kind][1] += steps
-                if tokens:
-                    totals[kind].append([tokens, seconds])
-        every = sum(tokens for rows in totals.values() for tokens, _ in rows)
-        return {
-            kind: Part(
-                sum(tokens for tokens, _ in rows) / every,
-                median(tokens / seconds for tokens, seconds in rows),
-                counted[kind][0] / counted[kind][1] if counted[kind][1] else 1.0,
-            )
-            for kind, rows in totals.items()
-            if rows
-        }
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:

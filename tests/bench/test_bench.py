@@ -52,21 +52,33 @@ def scripted(clock, seconds, tokens=(5, 6, 7, 8), per_step=1, log=None, name="")
 PROMPT = {"input_ids": torch.tensor([[1, 2, 3]])}
 
 
-def test_a_speed_up_is_the_median_of_ratios_inside_one_repeat():
+def test_neither_the_warm_up_nor_one_slow_repeat_changes_a_speed_up():
     clock = Clock()
-    # The machine is 10 times slower in the second repeat, for both; the warm-up is slowest and must not count.
+    # The machine is 10 times slower in the second repeat; the warm-up is slowest.
     slow, fast = scripted(clock, [99, 4.0, 40.0, 4.4]), scripted(clock, [99, 2.0, 20.0, 1.1])
     result = race({"slow": slow, "fast": fast}, [PROMPT], repeats=3, clock=clock)
     assert result.speeds("slow") == pytest.approx([1.0, 0.1, 4 / 4.4])
-    assert result.tokens_per_second("slow") == pytest.approx(4 / 4.4)
-    assert result.speed_up("fast", "slow") == pytest.approx(2.0)  # of 2, 2 and 4
-    assert result.speed_up("slow", "slow") == 1
+    rows = report.summary(result, "slow", 4)
+    assert rows["slow"]["tokens_per_second"] == pytest.approx(4 / 4.4) and rows["slow"]["speed_up"] == 1
+    assert rows["fast"]["speed_up"] == pytest.approx(2.2)
 
 
 def test_speed_is_all_tokens_over_all_seconds_not_a_mean_of_speeds():
     clock = Clock()
     result = race({"one": scripted(clock, [0, 1.0, 3.0])}, [PROMPT, PROMPT], repeats=1, clock=clock)
-    assert result.tokens_per_second("one") == pytest.approx(8 / 4)
+    assert result.speeds("one") == [report.summary(result, "one", 4)["one"]["tokens_per_second"]] == [8 / 4]
+
+
+def test_the_table_has_an_interval_for_all_but_the_reference_and_a_race_of_one_batch():
+    clock = Clock()
+    racers = {"slow": scripted(clock, [0, 2.0, 6.0]), "fast": scripted(clock, [0, 1.0, 3.0])}
+    rows = report.summary(race(racers, [PROMPT, PROMPT], repeats=1, clock=clock), "slow", 4)
+    lines = [dict(zip(report.COLUMNS, report.cells(name, row), strict=True)) for name, row in rows.items()]
+    assert [line["speed-up"] for line in lines] == ["1.00×", "2.00×"]
+    assert [line["95 %"] for line in lines] == ["–", "2.00–2.00"]
+    racers = {"slow": scripted(clock, [0, 2.0]), "fast": scripted(clock, [0, 1.0])}
+    rows = report.summary(race(racers, [PROMPT], repeats=1, clock=clock), "slow", 4)
+    assert rows["fast"]["speed_up_interval"] is None and report.cells("fast", rows["fast"])[3] == "–"
 
 
 def test_decoders_take_turns_at_every_prompt_and_none_always_follows_the_same():
@@ -96,7 +108,7 @@ def test_out_of_time_every_decoder_has_run_the_same_prompts():
     result = race(racers, [PROMPT] * 4, repeats=3, budget=50, clock=clock)
     assert [len(runs) for runs in result.runs.values()] == [1, 1]
     assert [len(runs[0]) for runs in result.runs.values()] == [2, 2]  # a third would end after 60 seconds
-    assert result.speed_up("a", "b") == 1
+    assert report.summary(result, "b", 4)["a"]["speed_up"] == 1
 
 
 def test_accepted_length_counts_the_bonus_and_leaves_the_prefill_out():
@@ -105,9 +117,9 @@ def test_accepted_length_counts_the_bonus_and_leaves_the_prefill_out():
         "plain": scripted(clock, [1.0] * 2, tokens=range(7)),
         "three": scripted(clock, [1.0] * 2, tokens=range(7), per_step=3),
     }
-    result = race(racers, [PROMPT], repeats=1, clock=clock)
-    assert result.accepted_length("plain") == 1
-    assert result.accepted_length("three") == 2  # 3 of the prefill step left out: (3 + 1) / 2
+    rows = report.summary(race(racers, [PROMPT], repeats=1, clock=clock), "plain", 7)
+    assert rows["plain"]["accepted_length"] == 1
+    assert rows["three"]["accepted_length"] == 2  # 3 of the prefill step left out: (3 + 1) / 2
 
 
 def test_a_text_that_differs_is_found_at_its_first_token():
@@ -121,34 +133,15 @@ def test_a_text_that_differs_is_found_at_its_first_token():
     assert result.differing("a", "a") == []
     assert result.differing("b", "a") == [(0, 0, 1), (1, 0, 1)]
     assert result.differing("c", "a") == [(0, 0, 2), (1, 0, 2)]
-    rows = report.summary(result, "a")
+    rows = report.summary(result, "a", 3)
     assert [rows[name]["identical"] for name in "abc"] == [True, False, False]
+    assert [rows[name]["same_text"] for name in "abc"] == [2, 0, 0]
 
 
 def test_a_token_is_repeated_if_the_tokens_that_end_with_it_came_before():
     assert repeated([1, 2, 3, 1, 2, 3, 1], gram=3) == [False] * 5 + [True, True]
     assert not any(repeated([1, 1, 2, 2, 3, 3], gram=3))
     assert repeated([7, 7, 7, 7, 7], gram=3) == [False, False, False, True, True]  # overlapping counts
-
-
-def test_new_and_repeated_text_are_timed_apart():
-    clock = Clock()
-    tokens = [*range(8), *range(8), 50]  # the second 7 ends an 8-gram seen before; 50 is new
-    result = race({"one": scripted(clock, [0, 17.0], tokens=tokens)}, [PROMPT], repeats=1, clock=clock)
-    parts = result.parts("one")
-    assert parts["unrepeated"].share == pytest.approx(16 / 17)
-    assert parts["repeated"].share == pytest.approx(1 / 17)
-    assert parts["repeated"].tokens_per_second == pytest.approx(1.0)
-
-
-def test_parts_sum_to_the_whole_run():
-    clock = Clock()
-    tokens = [1, 2] * 12
-    result = race({"one": scripted(clock, [0, 6.0], tokens=tokens, per_step=4)}, [PROMPT], repeats=1, clock=clock)
-    parts = result.parts("one")
-    seconds = sum(part.share * len(tokens) / part.tokens_per_second for part in parts.values())
-    assert seconds == pytest.approx(6.0)
-    assert parts["repeated"].accepted_length == 4
 
 
 @pytest.mark.parametrize("plan", [True, False])
@@ -165,10 +158,9 @@ def test_what_the_decoders_say_is_what_generate_does(base, plan):
     steps = result.runs["own"][0][0].steps
     assert sum(gained for gained, _ in steps) == len(result.runs["own"][0][0].output.tokens[0])
     statistics = result.runs["own"][0][0].output.statistics
-    assert result.accepted_length("own") == pytest.approx(statistics["accepted_length"])
     assert len(steps) == statistics["steps"] + 1
-    row = report.summary(result, "reference")["own"]
-    assert json.loads(json.dumps(row))["identical"] is True
+    row = json.loads(json.dumps(report.summary(result, "reference", 12)["own"]))
+    assert row["identical"] is True and row["accepted_length"] == pytest.approx(statistics["accepted_length"])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -194,11 +186,10 @@ def test_batches_race_without_a_stopwatch_and_still_know_their_accepted_length(b
     racers = {"reference": decoders.transformers_generate(base, 10), "own": decoders.drafted(model, 10)}
     result = race(racers, [batch], repeats=1)
     assert result.differing("own", "reference") == []
-    assert result.accepted_length("reference") is None
-    assert result.accepted_length("own") >= 1
-    assert result.parts("own") == {}
-    depths = result.accepted_by_depth("own")
-    assert result.accepted_length("own") == pytest.approx(1 + sum(depths), abs=0.35)  # but for what the end cut off
+    rows = report.summary(result, "reference", 10)
+    own = rows["own"]
+    assert rows["reference"]["accepted_length"] is rows["reference"]["accepted_by_depth"] is own["by_text"] is None
+    assert own["accepted_length"] == pytest.approx(1 + sum(own["accepted_by_depth"])) and own["accepted_length"] >= 1
 
 
 RAGGED = {

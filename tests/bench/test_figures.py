@@ -245,14 +245,36 @@ def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path, monkeypatch):
     assert results.rows == Results(path).rows == {"a": {"x": 1}, "c": {"x": 3}}
 
 
-def test_new_and_repeated_text_have_ratios_of_their_own():
-    def watched(seconds):
-        steps = tuple((1, second) for second in seconds)
-        return samples.sample(Run(Output([[*range(8), *range(8), 50, 51]]), sum(seconds), steps))
+# ------------------------------------------------------------------------------------------- new and repeated text
 
-    # Only the sixteenth token completes 8 tokens that occurred before.
-    rounds = [one_round(0, ours=watched([1.0] * 15 + [0.5] + [1.0] * 2), theirs=watched([2.0] * 18))]
-    found = samples.by_text(rounds, "ours", "theirs")
-    assert found["unrepeated"] == {"tokens_per_second": 1.0, "speed_up": 2.0, "accepted_length": 1.0}
-    assert found["repeated"] == {"tokens_per_second": 2.0, "speed_up": 4.0, "accepted_length": 1.0}
+
+def watched(tokens, seconds, per_step=1):
+    """A sample of these tokens, `per_step` at a time; seconds: of each step."""
+    sizes = [min(per_step, len(tokens) - start) for start in range(0, len(tokens), per_step)]
+    return samples.sample(Run(Output([tokens]), sum(seconds), tuple(zip(sizes, seconds, strict=True))))
+
+
+def test_new_and_repeated_text_have_ratios_of_their_own():
+    tokens = [*range(8), *range(8), 50, 51]  # only the sixteenth completes 8 tokens that occurred before
+    own, other = watched(tokens, [1.0] * 15 + [0.5] + [1.0] * 2), watched(tokens, [2.0] * 18)
+    found = samples.by_text([one_round(0, ours=own, theirs=other)], "ours", "theirs")
+    assert found["unrepeated"] == {
+        "share": 17 / 18, "tokens_per_second": 1.0, "speed_up": 2.0, "accepted_length": 1.0,
+    }  # fmt: skip
+    assert found["repeated"] == {"share": 1 / 18, "tokens_per_second": 2.0, "speed_up": 4.0, "accepted_length": 1.0}
     assert samples.by_text([one_round(0, a=one_sample(1.0, [[1]]), b=one_sample(1.0, [[1]]))], "a", "b") is None
+
+
+def test_new_and_repeated_text_add_up_to_the_whole_run():
+    tokens = [1, 2] * 12
+    own = watched(tokens, [1.0] * 6, per_step=4)
+    found = samples.by_text([one_round(0, ours=own)], "ours", "ours")
+    assert sum(part["share"] * len(tokens) / part["tokens_per_second"] for part in found.values()) == pytest.approx(6)
+    assert found["repeated"]["accepted_length"] == 4
+
+
+def test_text_that_repeats_itself_in_one_decoder_alone_has_a_speed_and_no_ratio():
+    own, other = watched([5] * 10, [1.0] * 10), watched([*range(10)], [1.0] * 10)
+    found = samples.by_text([one_round(0, ours=own, theirs=other)], "ours", "theirs")
+    assert found["repeated"]["tokens_per_second"] == 1 and found["repeated"]["speed_up"] is None
+    assert list(samples.by_text([one_round(0, ours=own, theirs=other)], "theirs", "ours")) == ["unrepeated"]

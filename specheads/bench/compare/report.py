@@ -11,7 +11,7 @@ from typing import Any
 from specheads.bench import environment
 from specheads.bench.compare.cell import Cell
 from specheads.bench.figures.samples import Round, figures
-from specheads.bench.report import markdown
+from specheads.bench.report import format_figure, format_interval, markdown
 from specheads.bench.runner import GRAM
 
 NAME = "bench"
@@ -73,18 +73,17 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 def speed_cells(row: Row) -> list[str]:
     """One line under COLUMNS."""
     shares, step = row["shares"], row["step_seconds"]
-    interval = None if row["reference"] else row["speed_up_interval"]
     parts = [f"{share:.0%}" if (share := (shares or {}).get(part)) else "–" for part in COLUMNS[-6:]]
     return [
         row["decoder"],
         f"{row['tokens_per_second']:.1f}",
         f"{row['speed_up']:.2f}×",
-        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
-        _shown(row["accepted_length"]),
+        format_interval(row),
+        format_figure(row["accepted_length"]),
         "–" if row["same_text"] is None else f"{row['same_text']} of {row['texts']}",
         "–" if step is None else f"{1e3 * step:.2f}",
-        _shown(row["step_over_floor"]),
-        _shown(row["verify_over_floor"] or None),
+        format_figure(row["step_over_floor"]),
+        format_figure(row["verify_over_floor"] or None),
         *parts,
     ]
 
@@ -108,9 +107,9 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
         by_category, by_depth = row["accepted_by_category"] or {}, row["accepted_by_depth"]
         lines.append([
             row["decoder"],
-            *(_shown(((row["by_text"] or {}).get(kind) or {}).get("speed_up")) for kind in kinds),
-            *map(_shown, row["accepted_by_quarter"]),
-            *(_shown(by_category.get(name)) for name in categories),
+            *(format_figure(((row["by_text"] or {}).get(kind) or {}).get("speed_up")) for kind in kinds),
+            *map(format_figure, row["accepted_by_quarter"]),
+            *(format_figure(by_category.get(name)) for name in categories),
             *(f"{by_depth[d]:.0%}" if d < len(by_depth) else "–" for d in range(deepest)),
         ])  # fmt: skip
     return Table(f"{cell}: what was accepted", *_without_empty(columns, lines))
@@ -197,7 +196,3 @@ def _without_empty(columns: tuple[str, ...], lines: list[list[str]]) -> tuple[tu
 
 def _over(seconds: float | None, floor: float) -> float | None:
     return None if seconds is None else seconds / floor
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

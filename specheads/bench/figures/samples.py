@@ -123,19 +123,21 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
 
 
 def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dict[str, Any]] | None:
-    """Speed, ratio and accepted length on text that is new (`unrepeated`) and on text that repeats itself; None unless
-    both decoders report the time of their steps."""
+    """Share of the tokens, speed, ratio and accepted length on text that is new (`unrepeated`) and on text that repeats
+    itself, if there is any; None unless both decoders report the time of their steps."""
     pairs = [(one["decoders"][name].get("by_text"), one["decoders"][reference].get("by_text")) for one in rounds]
     if not all(own and other for own, other in pairs):
         return None
+    tokens = sum(sum(one["decoders"][name]["tokens"]) for one in rounds)
     found = {}
     for kind in ("unrepeated", "repeated"):
         own = [sum(figures) for figures in zip(*(own[kind] for own, _ in pairs), strict=True)]
         other = [sum(figures) for figures in zip(*(other[kind] for _, other in pairs), strict=True)]
-        if own[0] and other[0]:
+        if own[0]:
             found[kind] = {
+                "share": own[0] / tokens,
                 "tokens_per_second": own[0] / own[1],
-                "speed_up": own[0] / own[1] / (other[0] / other[1]),
+                "speed_up": own[0] / own[1] / (other[0] / other[1]) if other[0] else None,
                 "accepted_length": own[2] / own[3] if own[3] else None,
             }
     return found

@@ -82,7 +82,7 @@ def measure(
     report: Callable[[float, str], None] | None = None,
 ) -> Row:  # fmt: skip
     """Measure the setting's row. Text is judged on all prompts, in batches. Speed is measured on `speed_prompts` of
-    them, evenly spaced, one by one, in turn with the setting's reference, as a ratio to it in the same repeat."""
+    them, evenly spaced, one by one, in turn with the setting's reference, as a ratio to it."""
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     own, other = str(setting), str(setting.reference)
     racers = {own: decoder(bench, setting, length)}

@@ -19,7 +19,8 @@ from specheads.decoding.generation import prompt_batches
 from specheads.models.named import Models
 
 _LEGEND = (
-    f"speed-up: over {REFERENCE}, the median of each repeat's ratio, not the quotient of the speeds shown.",
+    "tokens/s: each prompt batch counts with its median over the repeats.",
+    f"speed-up: over {REFERENCE}. 95 %: of it, by resampling the prompt batches; rough if they are few, none for one.",
     "accepted length: tokens a step, including the base's own.",
     "same text: as it wrote; no (n): n texts differ. repeated: the last 8 tokens occurred before in the same text.",
 )
@@ -54,7 +55,7 @@ def measure(
         "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "batch_size": batch_size, "repeats": repeats,
         "tree": tree,
         "dtype": str(model.dtype).removeprefix("torch."), "environment": environment.environment(),
-        "decoders": report.summary(result, REFERENCE),
+        "decoders": report.summary(result, REFERENCE, max_new_tokens),
     }  # fmt: skip
 
 
@@ -73,7 +74,8 @@ def show(record: dict[str, Any]) -> None:
     if record["batch_size"] == 1:  # else a step's time is that of all rows
         terminal.print_table(out, terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
     *_, head = rows.values()
-    depths = [[f"depth {depth}", f"{share:.1%}"] for depth, share in enumerate(head["accepted_by_depth"], start=1)]
+    shares = enumerate(head["accepted_by_depth"] or (), start=1)
+    depths = [[f"depth {depth}", f"{share:.1%}"] for depth, share in shares]
     if depths:
         terminal.print_table(out, terminal.table("Drafts accepted at each depth", ("", "share of steps"), depths))
     for line in _LEGEND:

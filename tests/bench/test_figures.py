@@ -265,6 +265,17 @@ def test_new_and_repeated_text_have_ratios_of_their_own():
     assert samples.by_text([one_round(0, a=one_sample(1.0, [[1]]), b=one_sample(1.0, [[1]]))], "a", "b") is None
 
 
+def test_on_new_and_repeated_text_too_a_batch_counts_with_its_median_over_repeats():
+    tokens = [*range(8), *range(8), 50, 51]
+    rounds = [
+        one_round(index, repeat, ours=watched(tokens, [second] * 18), theirs=watched(tokens, [4.0] * 18))
+        for index, seconds in enumerate([(1.0, 40.0, 2.0), (4.0, 6.0, 30.0)])
+        for repeat, second in enumerate(seconds)
+    ]
+    for part in samples.by_text(rounds, "ours", "theirs").values():  # 2 and 6 seconds a step
+        assert part["tokens_per_second"] == pytest.approx(2 / 8) and part["speed_up"] == pytest.approx(1.0)
+
+
 def test_new_and_repeated_text_add_up_to_the_whole_run():
     tokens = [1, 2] * 12
     own = watched(tokens, [1.0] * 6, per_step=4)

@@ -53,14 +53,19 @@ def rounds_of(race: Race, reference: str) -> list[Round]:
     return rounds
 
 
+def samples_by_batch(rounds: Iterable[Round], name: str) -> dict[int, list[Sample]]:
+    """Prompt batch → the decoder's samples of it, one for each repeat."""
+    batches: dict[int, list[Sample]] = {}
+    for one in sorted(rounds, key=lambda one: one["index"]):
+        batches.setdefault(one["index"], []).append(one["decoders"][name])
+    return batches
+
+
 def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]]:
     """Prompt batch → tokens and seconds, each the median over repeats."""
-    by_batch: dict[int, list[Sample]] = {}
-    for one in rounds:
-        by_batch.setdefault(one["index"], []).append(one["decoders"][name])
     return {
         index: (median(sum(s["tokens"]) for s in samples), median(s["seconds"] for s in samples))
-        for index, samples in sorted(by_batch.items())
+        for index, samples in samples_by_batch(rounds, name).items()
     }
 
 
@@ -125,22 +130,28 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
 def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dict[str, Any]] | None:
     """Share of the tokens, speed, ratio and accepted length on text that is new (`unrepeated`) and on text that repeats
     itself, if there is any; None unless both decoders report the time of their steps."""
-    pairs = [(one["decoders"][name].get("by_text"), one["decoders"][reference].get("by_text")) for one in rounds]
-    if not all(own and other for own, other in pairs):
+    own, other = samples_by_batch(rounds, name), samples_by_batch(rounds, reference)
+    if not all(s.get("by_text") for samples in (*own.values(), *other.values()) for s in samples):
         return None
-    tokens = sum(sum(one["decoders"][name]["tokens"]) for one in rounds)
+    work = {kind: text_work(own, kind) for kind in ("unrepeated", "repeated")}
+    every = sum(tokens for tokens, *_ in work.values())
     found = {}
-    for kind in ("unrepeated", "repeated"):
-        own = [sum(figures) for figures in zip(*(own[kind] for own, _ in pairs), strict=True)]
-        other = [sum(figures) for figures in zip(*(other[kind] for _, other in pairs), strict=True)]
-        if own[0]:
+    for kind, (tokens, seconds, gained, steps) in work.items():
+        other_tokens, other_seconds, *_ = text_work(other, kind)
+        if tokens:
             found[kind] = {
-                "share": own[0] / tokens,
-                "tokens_per_second": own[0] / own[1],
-                "speed_up": own[0] / own[1] / (other[0] / other[1]) if other[0] else None,
-                "accepted_length": own[2] / own[3] if own[3] else None,
+                "share": tokens / every,
+                "tokens_per_second": tokens / seconds,
+                "speed_up": tokens / seconds / (other_tokens / other_seconds) if other_tokens else None,
+                "accepted_length": gained / steps if steps else None,
             }
     return found
+
+
+def text_work(batches: dict[int, list[Sample]], kind: str) -> list[float]:
+    """The four figures of split_by_text: each prompt batch's medians over the repeats, summed over the batches."""
+    of_batches = (zip(*(s["by_text"][kind] for s in samples), strict=True) for samples in batches.values())
+    return [sum(medians) for medians in zip(*(map(median, figures) for figures in of_batches), strict=True)]
 
 
 def time_split(samples: Sequence[Sample]) -> dict[str, Any]:

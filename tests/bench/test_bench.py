@@ -1,4 +1,4 @@
-"""The race's arithmetic on a fake clock, what counts as repeated text, and the prompts it runs on."""
+"""The race's arithmetic on a fake clock, and the prompts it runs on."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from specheads.bench import decoders, environment, report
 from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.queues import batch_by_batch, split
-from specheads.bench.runner import Output, race, repeated, timed, turns
+from specheads.bench.runner import Output, race, timed, turns
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
 from specheads.models.convert import convert
@@ -136,12 +136,6 @@ def test_a_text_that_differs_is_found_at_its_first_token():
     rows = report.summary(result, "a", 3)
     assert [rows[name]["identical"] for name in "abc"] == [True, False, False]
     assert [rows[name]["same_text"] for name in "abc"] == [2, 0, 0]
-
-
-def test_a_token_is_repeated_if_the_tokens_that_end_with_it_came_before():
-    assert repeated([1, 2, 3, 1, 2, 3, 1], gram=3) == [False] * 5 + [True, True]
-    assert not any(repeated([1, 1, 2, 2, 3, 3], gram=3))
-    assert repeated([7, 7, 7, 7, 7], gram=3) == [False, False, False, True, True]  # overlapping counts
 
 
 @pytest.mark.parametrize("plan", [True, False])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from specheads.bench.figures import floor, intervals, samples
+from specheads.bench.figures.repetition import repeated
 from specheads.bench.figures.results import Results
 from specheads.bench.runner import Output, Run
 from tests.support.tiny_models import tiny_llama
@@ -246,6 +247,12 @@ def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- new and repeated text
+
+
+def test_a_token_is_repeated_if_the_tokens_that_end_with_it_came_before():
+    assert repeated([1, 2, 3, 1, 2, 3, 1], gram=3) == [False] * 5 + [True, True]
+    assert not any(repeated([1, 1, 2, 2, 3, 3], gram=3))
+    assert repeated([7, 7, 7, 7, 7], gram=3) == [False, False, False, True, True]  # overlapping counts
 
 
 def watched(tokens, seconds, per_step=1):

@@ -10,9 +10,9 @@ from typing import Any
 
 from specheads.bench import environment
 from specheads.bench.compare.cell import Cell
+from specheads.bench.figures.repetition import GRAM
 from specheads.bench.figures.samples import Round, figures
 from specheads.bench.report import format_figure, format_interval, markdown
-from specheads.bench.runner import GRAM
 
 NAME = "bench"
 Row = dict[str, Any]

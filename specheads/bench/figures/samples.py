@@ -11,7 +11,8 @@ from statistics import median
 from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
-from specheads.bench.runner import Race, Run, first_difference, split_by_text
+from specheads.bench.figures.repetition import split_by_text
+from specheads.bench.runner import Race, Run, first_difference
 
 Sample = dict[str, Any]
 Round = dict[str, Any]

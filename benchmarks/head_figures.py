@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from specheads.bench.prompts import held_out_prompts, package_prompts
+from specheads.files import replacing
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.files import replacing
 from specheads.training.resume import data_mark
 
 

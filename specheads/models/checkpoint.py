@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.target.hf_base import text_config, unwrapped
+from specheads.files import replacing
 from specheads.heads import DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
@@ -34,7 +35,6 @@ from specheads.models.files import (
     read_table,
     refuse_below_file,
     refuse_nonfinite,
-    replacing,
     widest_dtype,
 )
 from specheads.models.formats.importing import find_foreign

@@ -1,4 +1,4 @@
-"""The files of a head checkpoint: their names, atomic writing, and reading that trusts nothing.
+"""The files of a head checkpoint: their names, and reading that trusts nothing.
 
 Names, shapes and dtypes are read and checked first, the values after that.
 """
@@ -9,8 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,38 +134,6 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
     except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
         return None
     return table if isinstance(table, dict) else None
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not.
-
-    It lies in a hidden folder of its own beside `path`, which is all that a killed process leaves, since safetensors
-    has a temporary file of its own name as well. The next to write `path` removes it: one process at a time.
-    """
-    remove_unfinished(path)
-    folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    folder.mkdir()
-    temporary = folder / path.name
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask allows; safetensors would make the file private to its owner
-        yield temporary
-        temporary.chmod(mode)
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_unfinished(path: Path) -> None:
-    """Remove what a killed process left when it wrote `path`."""
-    for left in path.parent.glob(f".{path.name}.{8 * '[0-9a-f]'}"):
-        if left.is_dir():
-            shutil.rmtree(left)
-        else:  # an earlier version wrote a file
-            left.unlink()
 
 
 def absolute(name: str) -> str:

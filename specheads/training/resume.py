@@ -12,9 +12,10 @@ from typing import Any
 
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from specheads.files import replacing
 from specheads.models.base.fingerprint import differences
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, replacing
+from specheads.models.files import CONFIG
 from specheads.options import shown
 
 DECODING = ("tree", "draft_depth")  # options of a head that say nothing of its training

@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specheads.data import corpus
+from specheads.files import replacing
 from specheads.models.base.loading import load_config
-from specheads.models.files import replacing
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.parts import build_model, build_optimizers, encode, load_teacher, train_tokenizer
 

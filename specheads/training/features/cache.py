@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from specheads.decoding.target.hf_base import logits_of
+from specheads.files import replacing
 from specheads.losses.teacher import LastHidden, Teacher, gives_logits
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.quantized import quantization_of
-from specheads.models.files import replacing
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import TrainingError
 from specheads.training.features.shards import FeatureError

@@ -20,13 +20,13 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
 from specheads.data.rows import IGNORED
 from specheads.decoding.target.hf_base import decoder_of, text_config
+from specheads.files import remove_unfinished
 from specheads.heads import HEADS
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.loading import load_config
 from specheads.models.base.quantized import quantization_of
-from specheads.models.files import remove_unfinished
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index

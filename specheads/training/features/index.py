@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from specheads.models.files import make_portable, replacing
+from specheads.files import replacing
+from specheads.models.files import make_portable
 from specheads.options import OptionError
 from specheads.training.features.shards import AGAIN, FeatureError, facts
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specheads.models.files import replacing
+from specheads.files import replacing
 from specheads.options import OptionError
 
 FLOAT8 = torch.float8_e4m3fn

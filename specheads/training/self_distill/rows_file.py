@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.data.rows import Row
-from specheads.models.files import replacing
+from specheads.files import replacing
 from specheads.training.self_distill.questions import Ask, Stream
 
 SAME = "the same line is there already"

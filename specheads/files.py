@@ -15,13 +15,14 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not.
 
     It lies in a hidden folder of its own beside `path`, which is all that a killed process leaves, since safetensors
-    has a temporary file of its own name as well. The next to write `path` removes it: one process at a time.
+    has a temporary file of its own name as well. The next to write `path` removes it: one process at a time. OSError
+    names `path`.
     """
     remove_unfinished(path)
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    folder.mkdir()
     temporary = folder / path.name
     try:
+        folder.mkdir()
         temporary.touch()
         mode = temporary.stat().st_mode  # as the umask allows; safetensors would make the file private to its owner
         yield temporary
@@ -29,6 +30,10 @@ def replacing(path: Path) -> Iterator[Path]:
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -71,3 +71,25 @@ def test_a_link_is_replaced_and_what_it_names_stays(tmp_path):
     with replacing(link) as temporary:
         temporary.write_text("after")
     assert (link.read_text(), shared.read_text(), link.is_symlink()) == ("after", "before", False)
+
+
+def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "below").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as raised, replacing(tmp_path / "folder"):
+        pass
+    assert (raised.value.filename, raised.value.filename2) == (str(tmp_path / "folder"), None)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        write_half(tmp_path / "a.json", OSError(28, "No space left on device"))
+    assert raised.value.filename == str(tmp_path / "a.json")
+    with pytest.raises(FileNotFoundError) as raised, replacing(tmp_path / "none" / "a.json"):
+        pass
+    assert raised.value.filename == str(tmp_path / "none" / "a.json")
+
+    def refused(path, mode=0):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("os.mkdir", refused)
+    with pytest.raises(PermissionError) as raised, replacing(tmp_path / "a.json"):
+        pass
+    assert raised.value.filename == str(tmp_path / "a.json")
+    assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == ["below"]

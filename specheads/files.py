@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import shutil
@@ -40,7 +41,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def remove_unfinished(path: Path) -> None:
     """Remove what a killed process left when it wrote `path`."""
-    for left in path.parent.glob(f".{path.name}.{8 * '[0-9a-f]'}"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{8 * '[0-9a-f]'}"):
         if left.is_dir():
             shutil.rmtree(left)
         else:  # an earlier version wrote a file

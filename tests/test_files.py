@@ -36,8 +36,9 @@ def test_a_write_that_ends_early_leaves_what_was_there_and_no_litter(tmp_path, t
     assert not there or path.read_text() == "before"
 
 
-def test_what_a_killed_write_left_is_removed_by_the_next(tmp_path):
-    path = tmp_path / "a.json"
+@pytest.mark.parametrize("name", ["a.json", "a[1]*.json"])
+def test_what_a_killed_write_left_is_removed_by_the_next(tmp_path, name):
+    path = tmp_path / name
     path.write_text("before")
     if (child := fork()) == 0:
         with replacing(path) as temporary:
@@ -45,12 +46,13 @@ def test_what_a_killed_write_left_is_removed_by_the_next(tmp_path):
             os._exit(0)
     os.waitpid(child, 0)
     assert path.read_text() == "before" and len(os.listdir(tmp_path)) == 2
-    (tmp_path / ".b.json.0123abcd").mkdir()  # another file's
-    (tmp_path / ".a.json.orig").touch()  # nobody's
+    others = [".a1.json.0123abcd", f".{name}.orig"]  # another file's, and nobody's
+    for other in others:
+        (tmp_path / other).mkdir()
     with replacing(path) as temporary:
         temporary.write_text("whole")
     assert path.read_text() == "whole"
-    assert sorted(os.listdir(tmp_path)) == [".a.json.orig", ".b.json.0123abcd", "a.json"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, name])
 
 
 @pytest.mark.usefixtures("umask")

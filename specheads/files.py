@@ -7,19 +7,24 @@ import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+_ABANDONED = 3600  # seconds after which nobody can still be writing a shared file
+
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not.
 
     It lies in a hidden folder of its own beside `path`, which is all that a killed process leaves, since safetensors
     has a temporary file of its own name as well. The next to write `path` removes it: one process at a time. OSError
     names `path`.
+
+    shared: others may write `path` at the same time. The last one wins, and what a killed one left is removed later.
     """
-    remove_unfinished(path)
+    remove_unfinished(path, shared=shared)
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary = folder / path.name
     try:
@@ -39,10 +44,19 @@ def replacing(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove what a killed process left when it wrote `path`."""
+def remove_unfinished(path: Path, *, shared: bool = False) -> None:
+    """Remove what a killed process left when it wrote `path`. shared: and not what another may be writing."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.{8 * '[0-9a-f]'}"):
-        if left.is_dir():
-            shutil.rmtree(left)
-        else:  # an earlier version wrote a file
-            left.unlink()
+        with contextlib.suppress(OSError):  # another process has removed it, or it is another user's
+            if shared and time.time() - left.stat().st_mtime < _ABANDONED:
+                continue
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:  # an earlier version wrote a file
+                left.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all. Several processes may do so at once; the last one wins."""
+    with replacing(path, shared=True) as temporary:
+        temporary.write_text(text, "utf8")

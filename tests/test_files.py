@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
+import time
+from pathlib import Path
 
 import pytest
 
-from specheads.files import replacing
+from specheads.decoding.generation.recorded import Record
+from specheads.decoding.planner.by_cost import CostTable
+from specheads.files import replacing, write_whole
+from tests.support.auto_costs import costs
 from tests.support.killable_fork import fork
+
+# Each writes its files into a folder, with other contents for each number.
+WRITERS = {
+    "costs": lambda folder, number: CostTable(None, {number: costs()}).save(folder / "costs.json"),
+    "record": lambda folder, number: Record(9, number, {(1,): (2,)}).save(folder / "record.json"),
+}
 
 
 @pytest.fixture
@@ -95,3 +108,59 @@ def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path, monkeypatch
         pass
     assert raised.value.filename == str(tmp_path / "a.json")
     assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == ["below"]
+
+
+def test_two_processes_may_write_one_file_at_once_and_the_last_wins(tmp_path):
+    path = tmp_path / "a.json"
+    with replacing(path, shared=True) as temporary:
+        temporary.write_text("last")
+        if (child := fork()) == 0:
+            write_whole(path, "first")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert path.read_text() == "first"
+    assert path.read_text() == "last" and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_a_killed_write_of_a_shared_file_left_is_removed_hours_later(tmp_path):
+    old, new = tmp_path / ".a.json.0123abcd", tmp_path / ".a.json.4567cdef"
+    for left in (old, new):
+        left.mkdir()
+    os.utime(old, (time.time() - 7200,) * 2)
+    write_whole(tmp_path / "a.json", "whole")
+    assert sorted(os.listdir(tmp_path)) == [new.name, "a.json"]
+
+
+def test_what_another_user_left_is_no_reason_not_to_write(tmp_path, monkeypatch):
+    left, rmtree = tmp_path / ".a.json.0123abcd", shutil.rmtree
+    left.mkdir()
+
+    def refused(folder, ignore_errors=False):
+        if folder == left:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        rmtree(folder, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with replacing(tmp_path / "a.json") as temporary:
+        temporary.write_text("whole")
+    assert sorted(os.listdir(tmp_path)) == [left.name, "a.json"]
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_a_full_disk_leaves_what_was_written_before(writer, tmp_path, monkeypatch):
+    writer(tmp_path, 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_text = Path.write_text
+
+    def full(path, text, encoding):
+        write_text(path, text[: len(text) // 2], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            writer(tmp_path, 2)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    writer(tmp_path, 2)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)

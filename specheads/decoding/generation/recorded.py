@@ -6,7 +6,6 @@ Shapes: B batch rows, N tree nodes, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.seq2seq import decoder_start
 from specheads.decoding.tree import DraftTree
+from specheads.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Record:
         content = {"vocab_size": self.vocab_size, "length": self.length, "outputs": rows}
         known = {name: value for name in ("start", "base") if (value := getattr(self, name)) is not None}
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({**content, **known}) + "\n", "utf8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps({**content, **known}) + "\n")
 
     def cut(self, length: int) -> Record:
         """The record of texts of at most so many tokens. ValueError if they were recorded shorter."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -16,6 +15,7 @@ import torch
 from huggingface_hub import constants
 
 from specheads.decoding.planner.by_cost.curves import StepCosts
+from specheads.files import write_whole
 from specheads.version import __version__
 
 FORMAT = 1
@@ -81,9 +81,7 @@ class CostTable:
             "batches": {str(batch): costs.to_dict() for batch, costs in sorted(self.batches.items())},
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", "utf8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path, *keys: CostKey) -> CostTable:

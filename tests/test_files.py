@@ -11,14 +11,42 @@ from pathlib import Path
 
 import pytest
 
+from specheads.bench import report
+from specheads.bench.compare import report as compare_report
+from specheads.bench.environment import environment
+from specheads.bench.sweep import report as sweep_report
+from specheads.bench.sweep.grid import Setting
 from specheads.decoding.generation.recorded import Record
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.files import replacing, write_whole
+from tests.bench.test_sweep_report import row_of
 from tests.support.auto_costs import costs
 from tests.support.killable_fork import fork
 
+
+def write_comparison(folder, number):
+    record = {
+        "command": "", "environment": environment(), "peers": {}, "reference": "transformers", "dtype": "float32",
+        "max_new_tokens": number, "lowest_limit": None, "queue": None, "repeats": 1, "complete": True,
+        "floor": {"seconds": 1.0, "weight_bytes": 1, "bandwidth": 1.0},
+        "prompt_sets": {}, "left_out": {}, "rows": [], "rounds": [],
+    }  # fmt: skip
+    compare_report.write(folder, record, plots=False)
+
+
+def write_sweep(folder, number):
+    record = {"environment": environment(), "task": "gsm8k", "speed_prompts": 2, "clock": "wall", "repeats": 1}
+    rows = [row_of(Setting("none"), prompts=number)]
+    sweep_report.write(folder, rows, {**record, "command": "", "max_new_tokens": 10 * number}, plots=False)
+
+
 # Each writes its files into a folder, with other contents for each number.
-WRITERS = {
+REPORTS = {
+    "figures": lambda folder, number: report.write(folder, "figures", f"# {number}", {"a": number}),
+    "bench": write_comparison,
+    "sweep": write_sweep,
+}
+WRITERS = REPORTS | {
     "costs": lambda folder, number: CostTable(None, {number: costs()}).save(folder / "costs.json"),
     "record": lambda folder, number: Record(9, number, {(1,): (2,)}).save(folder / "record.json"),
 }
@@ -164,3 +192,16 @@ def test_a_full_disk_leaves_what_was_written_before(writer, tmp_path, monkeypatc
     writer(tmp_path, 2)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)
+
+
+@pytest.mark.parametrize("writer", REPORTS.values(), ids=REPORTS)
+def test_a_report_that_is_a_link_is_written_where_it_leads(writer, tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "out"
+    writer(elsewhere, 1)
+    folder.mkdir()
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    for name in before:
+        (folder / name).symlink_to(elsewhere / name)
+    writer(folder, 2)
+    assert all((folder / name).is_symlink() and (elsewhere / name).read_bytes() != before[name] for name in before)
+    assert set(os.listdir(elsewhere)) == set(os.listdir(folder)) == set(before)

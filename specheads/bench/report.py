@@ -8,6 +8,7 @@ from typing import Any
 
 from specheads.bench.figures.samples import figures, rounds_of
 from specheads.bench.runner import Race
+from specheads.files import write_whole
 
 COLUMNS = ("decoder", "tokens/s", "speed-up", "95 %", "accepted length", "same text")
 
@@ -76,6 +77,7 @@ def write(folder: Path, name: str, text: str, record: dict[str, Any]) -> list[Pa
     """Write name.md and name.json into `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.md", folder / f"{name}.json"]
-    paths[0].write_text(text, "utf8")
-    paths[1].write_text(json.dumps(record, indent=2) + "\n", "utf8")
+    # resolved, so that a link stays one
+    write_whole(paths[0].resolve(), text)
+    write_whole(paths[1].resolve(), json.dumps(record, indent=2) + "\n")
     return paths

@@ -13,6 +13,7 @@ from specheads.bench.compare.cell import Cell
 from specheads.bench.figures.repetition import GRAM
 from specheads.bench.figures.samples import Round, figures
 from specheads.bench.report import format_figure, format_interval, markdown
+from specheads.files import write_whole
 
 NAME = "bench"
 Row = dict[str, Any]
@@ -176,8 +177,9 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
 
         pictures = [draw(folder / f"{NAME}.png", record)]
     paths = [folder / f"{NAME}.json", folder / f"{NAME}.md"]
-    paths[0].write_text(as_json(record), "utf8")
-    paths[1].write_text(as_markdown(record, [path.name for path in pictures]), "utf8")
+    # resolved, so that a link stays one
+    write_whole(paths[0].resolve(), as_json(record))
+    write_whole(paths[1].resolve(), as_markdown(record, [path.name for path in pictures]))
     return paths + pictures
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from specheads.bench import environment
 from specheads.bench.report import markdown
 from specheads.bench.sweep.measure import Row
+from specheads.files import write_whole
 
 NAME = "sweep"
 
@@ -176,7 +177,7 @@ def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: b
     made = []
     for suffix, text in texts.items():
         made.append(folder / f"{NAME}.{suffix}")
-        made[-1].write_text(text, "utf8")
+        write_whole(made[-1].resolve(), text)  # resolved, so that a link stays one
     return made + pictures
 
 

@@ -1,7 +1,9 @@
 """Claims about specheads/training/self_distill/rows_file.py: what is written, whenever the run is killed."""
 
+import errno
 import json
 from itertools import count, islice
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,28 @@ def test_a_file_may_be_made_longer_and_a_longer_one_is_left_alone(tmp_path):
     file, rounds = fill(path, wanted=7)
     assert rounds == 0 and file.lines == 25
     assert path.read_bytes() == whole.read_bytes() and left_out(path).read_bytes() == before
+
+
+def test_a_full_disk_loses_no_record_of_what_is_left_out(tmp_path, monkeypatch):
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
+    for each in (whole, path):
+        fill(each)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    before = left_out(path).read_bytes()
+    write_bytes = Path.write_bytes
+
+    def full(path, content):
+        write_bytes(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            fill(path)
+    names = {f"{each.name}{suffix}" for each in (whole, path) for suffix in ("", ".left_out")}
+    assert left_out(path).read_bytes() == before and {each.name for each in tmp_path.iterdir()} == names
+    fill(path)
+    assert path.read_bytes() == whole.read_bytes() and left_out(path).read_bytes() == left_out(whole).read_bytes()
 
 
 def test_nothing_new_in_a_whole_cycle_ends_the_run_and_the_next_one_at_once(tmp_path, monkeypatch):

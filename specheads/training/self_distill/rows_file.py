@@ -102,9 +102,8 @@ class RowsFile:
             os.truncate(self.path, ends[self.lines])
         records = "".join(_record(number, why) for number, why in sorted(kept.items())).encode()
         if self.left_out_path.exists() and self.left_out_path.read_bytes() != records:
-            new = self.left_out_path.with_name(self.left_out_path.name + ".new")
-            new.write_bytes(records)
-            os.replace(new, self.left_out_path)
+            with replacing(self.left_out_path) as temporary:
+                temporary.write_bytes(records)
         return asks
 
     def add(self, asked: Sequence[Ask], results: Sequence[Sequence[Row | str]]) -> None:

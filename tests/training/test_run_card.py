@@ -1,5 +1,6 @@
 """A run's folder and its checkpoints say what they hold, in a block that runs; what a user wrote there stays."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads import convert
 from specheads.models.card import base_license
+from specheads.training.report import card
 from specheads.training.report.card import is_ours
 from tests.support.markdown import blocks
 from tests.support.trainers import rows, trainer_of
@@ -100,6 +102,23 @@ def test_an_upload_by_the_trainer_has_the_heads_own_card(shipped, tmp_path, monk
     assert ["license: mit" in card for card in cards] == [False, True]
     with pytest.raises(TypeError, match="leave out dataset_tags"):
         trainer.push_to_hub(dataset_tags="own")
+
+
+def test_a_card_cut_short_by_a_full_disk_is_not_taken_for_the_users(run, tmp_path, monkeypatch):
+    model, record, path = run.accelerator.unwrap_model(run.model), run.record(), tmp_path / "README.md"
+    write_text = Path.write_text
+
+    def full(path, text, encoding):
+        write_text(path, text[: len(text) // 2], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            card.write(tmp_path, model, record)
+    assert not list(tmp_path.iterdir())
+    card.write(tmp_path, model, record)
+    assert is_ours(path) and path.read_text("utf8").startswith("---\n")
 
 
 def test_the_licence_of_a_base_is_read_from_its_card(tmp_path):

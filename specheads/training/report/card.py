@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specheads.files import replacing
 from specheads.models import card
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def write(
         "llamacpp …), or says why that does not read such a head."
     )
     text = card.text(model.config, model.head, record, f'"{source}"{given}', served, license)
-    path.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
+    with replacing(path) as temporary:  # half a card has no mark, and would be taken for the user's
+        temporary.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
 
 
 def is_ours(path: Path) -> bool:

@@ -154,9 +154,7 @@ def test_a_peer_takes_its_turn(shipped, questions, tmp_path, capsys, monkeypatch
     )  # fmt: skip
     record = json.loads(out)
     assert code == 0 and record["peers"]["fake"] == "1.2"
-    assert [one["order"] for one in record["rounds"]] == [
-        ["transformers", "openvino", "plain"], ["openvino", "plain", "transformers"],
-    ]  # fmt: skip
+    assert [sorted(one["order"]) for one in record["rounds"]] == [["openvino", "plain", "transformers"]] * 2
     row = next(row for row in record["rows"] if row["decoder"] == "openvino")
     assert row["tokens_per_second"] == pytest.approx(2 * 8 / 0.25) and row["accepted_length"] == 2
     assert row["same_text"] < 4

@@ -96,10 +96,10 @@ def test_an_upload_by_the_trainer_has_the_heads_own_card(shipped, tmp_path, monk
     monkeypatch.setattr("transformers.trainer.hf_api", Hub)
     trainer = run_beside(shipped, tmp_path / "run", max_steps=2, push_to_hub=True, hub_strategy="end")  # and so uploads
     trainer.push_to_hub(license="mit")
-    for card in cards:
-        assert card.startswith("---\nlibrary_name: specheads\n") and "accepted length" in card.lower()
-        assert 'from_pretrained("someone/e3", base="path/to/the/base")' in card and "export someone/e3 served" in card
-    assert ["license: mit" in card for card in cards] == [False, True]
+    for text in cards:
+        assert text.startswith("---\nlibrary_name: specheads\n") and "accepted length" in text.lower()
+        assert 'from_pretrained("someone/e3", base="path/to/the/base")' in text and "export someone/e3 served" in text
+    assert ["license: mit" in text for text in cards] == [False, True]
     with pytest.raises(TypeError, match="leave out dataset_tags"):
         trainer.push_to_hub(dataset_tags="own")
 

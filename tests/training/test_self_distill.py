@@ -346,7 +346,7 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
             f"--base {corpus.checkpoints_dir()}/eagle3",
             "eagle3 is a draft head, not a",
         ),
-        ([{"prompt": "a"}], "--output {tmp}", "directory"),
+        ([{"prompt": "a"}], "--output {tmp}", "is a folder: give a file"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(

@@ -9,6 +9,8 @@ import os
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` does: a forked process waits for the threads it lacks
+
 # They assert too, and pytest rewrites the asserts of test files alone.
 pytest.register_assert_rewrite("tests.reference", "tests.support")
 

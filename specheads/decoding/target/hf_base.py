@@ -113,7 +113,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
     if getattr(config, "is_decoder", True) is False and any(vars(m).get("is_decoder") is False for m in base.modules()):
         raise UnsupportedModel(
-            f"{name} attends to later tokens too: its config has is_decoder=False; load it with True"
+            f"{name} attends to later tokens too: its config has is_decoder=False, with which it is no language model"
         )
     layer_reach(config)
     if "position_ids" not in arguments:

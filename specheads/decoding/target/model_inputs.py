@@ -23,10 +23,11 @@ _HANDLED = {
 }  # fmt: skip
 _ENCODED = ("encoder_outputs", "decoder_attention_mask")
 _PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")
-# Read by the prompt's pass only: transformers' list, and the grids from which Qwen's positions are counted.
+# Read by the prompt's pass only: transformers' list, the grids from which Qwen's positions are counted, and Gemma 4's
+# positions of patches, which transformers 5.17 does not list.
 _PROMPT_ONLY = (
     *getattr(hf_generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()),
-    "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
+    "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids",
 )  # fmt: skip
 
 

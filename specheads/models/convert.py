@@ -48,6 +48,11 @@ def convert(
             "the base's output matrix is quantised, and heads need its values: load the base with "
             "llm_int8_skip_modules=['lm_head']"
         )
+    if (streams := getattr(text_config(base), "altup_num_inputs", None) or 1) > 1:
+        raise UnsupportedModel(
+            f"{type(base).__name__} has {streams} streams of hidden states (AltUp), and a head reads one; prompt "
+            "lookup and draft models serve it"
+        )
     config = head_config(head, options)
     refuse_other_sizes(config, text_config(base))
     config = config.with_base_defaults(text_config(base))

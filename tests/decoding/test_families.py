@@ -224,6 +224,20 @@ def test_eager_attention_matches_greedy(family):
     assert torch.equal(drafted, sequences)
 
 
+def test_a_base_with_several_streams_of_hidden_states_takes_copies_and_no_head():
+    base = build(
+        "Gemma3nTextConfig",
+        {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4,
+         "activation_sparsity_pattern": [0.0] * 6, "tie_word_embeddings": False},
+    )  # fmt: skip
+    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(generate(base, **given, draft="lookup"), base.generate(**given))
+    for kind in ("medusa", "eagle3"):
+        with pytest.raises(UnsupportedModel, match=r"4 streams of hidden states \(AltUp\), and a head reads one"):
+            convert(base, kind)
+
+
 def test_a_window_that_the_config_class_does_not_declare_is_kept():
     """ModernBERT's decoder: half of its local_attention, set where its config is made."""
     base = build("ModernBertDecoderConfig", {"local_attention": 16, "global_attn_every_n_layers": 2})

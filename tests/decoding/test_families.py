@@ -153,6 +153,13 @@ def test_mtp_heads_of_every_family_match_greedy(family):
         assert torch.equal(drafted, sequences)
 
 
+def test_an_mtp_head_beside_gemma_4_needs_none_of_the_keys_that_layers_share():
+    options = {"tie_word_embeddings": False, "initializer_range": 0.4, "global_head_dim": 16}
+    base = build("Gemma4TextConfig", {**options, "hidden_size_per_layer_input": 0})
+    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(convert(base, "mtp").generate(**given, draft=True), base.generate(**given))
+
+
 def hidden_states(base, passes, layers):
     """(T, F) of the ids of all passes, each fed after the ones before."""
     cache, rows, start = None, [], 0

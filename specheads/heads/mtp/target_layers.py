@@ -221,6 +221,7 @@ class LayerCall:
         self.optional = {name for name in ("use_cache", "position_ids") if name in parameters}
         if varied:
             self.optional.add("position_ids")
+        self.shares_keys = "shared_kv_states" in parameters  # a dict: Gemma 4's layers leave keys for later ones
 
     def __call__(
         self, layer: nn.Module, x: Tensor, mask: Tensor | None, position: Tensor, rotary: Any, cache: Any
@@ -229,6 +230,8 @@ class LayerCall:
         arguments = {"attention_mask": mask, self.cache: cache}
         if rotary is not None:
             arguments["position_embeddings"] = rotary
+        if self.shares_keys:
+            arguments["shared_kv_states"] = {}
         given = {"use_cache": True, "position_ids": position}
         out = layer(x, **arguments, **{name: given[name] for name in self.optional})
         return out[0] if isinstance(out, tuple) else out

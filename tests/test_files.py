@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,6 +20,7 @@ from specheads.decoding.planner.by_cost import CostTable
 from specheads.files import replacing, write_whole
 from tests.bench.test_sweep_report import row_of
 from tests.support.auto_costs import costs
+from tests.support.full_disk import fill_disk
 from tests.support.killable_fork import fork
 
 
@@ -178,14 +178,9 @@ def test_what_another_user_left_is_no_reason_not_to_write(tmp_path, monkeypatch)
 def test_a_full_disk_leaves_what_was_written_before(writer, tmp_path, monkeypatch):
     writer(tmp_path, 1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    write_text = Path.write_text
-
-    def full(path, text, encoding):
-        write_text(path, text[: len(text) // 2], encoding)
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        fill_disk(patch)
         with pytest.raises(OSError, match="No space left on device"):
             writer(tmp_path, 2)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -9,6 +9,7 @@ from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.report.compare import read_curve
 from specheads.training.report.curves import series
 from specheads.training.run import prepare
+from tests.support.fake_hub import catch_uploads
 from tests.support.saved_features import recipe
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
@@ -111,15 +112,7 @@ def test_early_stopping_can_be_asked_for_when_a_run_resumes(folder, tmp_path):
 
 def test_a_run_uploads_its_head_once_with_the_figures_of_its_end(folder, tmp_path, monkeypatch):
     uploaded = []
-
-    class Hub:
-        def create_repo(self, name, **options):
-            return type("Repo", (), {"repo_id": "someone/e3"})
-
-        def upload_folder(self, folder_path, **options):
-            uploaded.append((tmp_path / "README.md").read_text("utf8"))
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    catch_uploads(monkeypatch, lambda folder: uploaded.append((folder / "README.md").read_text("utf8")))
     metrics = run_of(tmp_path, folder, push_to_hub=True, hub_strategy="end").train()
     [card] = uploaded
     assert f"**{metrics['eval_accepted_length']:.2f}**" in card and "someone/e3" in card

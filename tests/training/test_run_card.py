@@ -1,6 +1,5 @@
 """A run's folder and its checkpoints say what they hold, in a block that runs; what a user wrote there stays."""
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ from specheads import convert
 from specheads.models.card import base_license
 from specheads.training.report import card
 from specheads.training.report.card import is_ours
+from tests.support.fake_hub import catch_uploads
+from tests.support.full_disk import fill_disk
 from tests.support.markdown import blocks
 from tests.support.trainers import rows, trainer_of
 
@@ -85,15 +86,7 @@ def test_what_a_user_wrote_stays_and_what_is_ours_is_brought_up_to_date(shipped,
 
 def test_an_upload_by_the_trainer_has_the_heads_own_card(shipped, tmp_path, monkeypatch):
     cards = []
-
-    class Hub:
-        def create_repo(self, name, **options):
-            return type("Repo", (), {"repo_id": "someone/e3"})
-
-        def upload_folder(self, folder_path, **options):
-            cards.append((Path(folder_path) / "README.md").read_text("utf8"))
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    catch_uploads(monkeypatch, lambda folder: cards.append((folder / "README.md").read_text("utf8")))
     trainer = run_beside(shipped, tmp_path / "run", max_steps=2, push_to_hub=True, hub_strategy="end")  # and so uploads
     trainer.push_to_hub(license="mit")
     for text in cards:
@@ -106,14 +99,9 @@ def test_an_upload_by_the_trainer_has_the_heads_own_card(shipped, tmp_path, monk
 
 def test_a_card_cut_short_by_a_full_disk_is_not_taken_for_the_users(run, tmp_path, monkeypatch):
     model, record, path = run.accelerator.unwrap_model(run.model), run.record(), tmp_path / "README.md"
-    write_text = Path.write_text
-
-    def full(path, text, encoding):
-        write_text(path, text[: len(text) // 2], encoding)
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        fill_disk(patch)
         with pytest.raises(OSError, match="No space left on device"):
             card.write(tmp_path, model, record)
     assert not list(tmp_path.iterdir())

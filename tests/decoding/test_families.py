@@ -283,6 +283,13 @@ def test_unsupported_families_are_refused_with_the_reason(config, options, reaso
         Target(base)
 
 
+def test_sliding_layers_without_a_window_are_refused():
+    base = build("ModernBertDecoderConfig", {"global_attn_every_n_layers": 2})
+    base.config.sliding_window = None
+    with pytest.raises(UnsupportedModel, match="layers of sliding attention, and its config no sliding_window"):
+        Target(base)
+
+
 def test_encoder_decoders_are_refused():
     config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     base = AutoModelForSeq2SeqLM.from_config(config)

@@ -76,7 +76,11 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
     # A config keeps any key of its file: a window is one of a class that declares it, or of a model with such layers.
     has_window = "sliding_window" in inspect.signature(type(config)).parameters or "sliding_attention" in types
-    window = config.sliding_window if has_window and getattr(config, "use_sliding_window", True) else None
+    window = None
+    if has_window and getattr(config, "use_sliding_window", True):
+        window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in types and not window:
+        raise UnsupportedModel(f"{config.model_type} has layers of sliding attention, and its config no sliding_window")
     recurrent = bool(types & set(RECURRENT))
     types -= {*RECURRENT, *WITHOUT_EITHER}
     known = {

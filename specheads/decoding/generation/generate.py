@@ -20,15 +20,10 @@ from transformers.utils import ModelOutput
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.acceptance.named import as_rule
-from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import either
-from specheads.decoding.generation.context_limits import warn_past_limits
+from specheads.decoding.generation.decoding import Decoding
 from specheads.decoding.generation.hf_options import (
     Stopping,
-    check_divergences,
-    check_draft_probs,
     check_prompts,
     effective_config,
     refuse_arguments,
@@ -44,13 +39,13 @@ from specheads.decoding.generation.prompt_batches import (
     warn_of_holes,
     warn_of_right_padding,
 )
-from specheads.decoding.loop import Step, decode
-from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.loop import Step
+from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
-from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching
+from specheads.decoding.target.seq2seq import Source
 
 logger = hf_logging.get_logger(__name__)
 
@@ -96,19 +91,19 @@ def generate(
     nothing may draft, and the result is that of the base's own beam search.
     """
     base = unwrapped(base)
-    drafts = either(draft, drafter)
-    plan, rule = as_plan(tree, drafts), as_rule(accept)
     config = effective_config(base, generation_config)
+    searches_beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
+    decoding = Decoding.parse(
+        base, draft=draft, drafter=drafter, tree=tree, accept=accept, output_divergences=output_divergences,
+        compile=compile and not searches_beams,
+    )  # fmt: skip
+    if output_divergences and not kwargs.get("return_dict_in_generate", config.return_dict_in_generate):
+        raise ValueError("output_divergences=True comes with the steps; give return_dict_in_generate=True too")
     prompts = inputs if inputs is not None else kwargs.get("input_ids")
-    if drafts is None and plan is not None:
-        raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")
-    check_draft_probs(rule, drafts)
-    if output_divergences:
-        check_divergences(rule, kwargs.get("return_dict_in_generate", config.return_dict_in_generate))
     check_prompts(base, prompts, images=kwargs.get("pixel_values") is not None)
     refuse_arguments(kwargs)
-    if (kwargs.get("num_beams") or config.num_beams or 1) > 1:
-        if drafts is not None or accept is not None:
+    if searches_beams:
+        if decoding.drafter is not None or accept is not None:
             raise ValueError(
                 "beam search does not combine with drafts; give num_beams=1 to draft, or neither a drafter "
                 "(draft=False) nor accept= for the base's own beam search"
@@ -119,22 +114,12 @@ def generate(
         beam_search: Any = base.generate
         search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
         return _run_seeded(search, seed)
-    compiled = compiled_steps(base, compile) if compile else None
 
     def run(base: PreTrainedModel, input_ids: Tensor, **model_kwargs: Any) -> Any:
         # transformers takes any other parameter's name for an argument of generate(), so there is none.
+        source_ids = prompts if base.config.is_encoder_decoder else None
         return _run(
-            base,
-            input_ids,
-            drafter=drafts,
-            plan=plan,
-            accept=rule,
-            seed=seed,
-            source_ids=prompts if base.config.is_encoder_decoder else None,
-            stream=streamer,
-            divergences=output_divergences,
-            compiled=compiled,
-            **model_kwargs,
+            base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, **model_kwargs
         )
 
     if streamer is not None:
@@ -181,20 +166,15 @@ def _run(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    drafter: Drafter | None,
-    plan: Plan | None,
-    accept: Acceptance,
+    decoding: Decoding,
     seed: int | Sequence[int] | None,
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
-    divergences: bool,
-    compiled: CompiledSteps | None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     """The loop that base.generate() runs in place of its own, over what it has made of its arguments."""
     prompts = _read_prompts(base, input_ids.long(), source_ids, stream, model_kwargs)
     device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
-    plan = plan_for(base, drafter, plan, device, do_sample)
     pad_id = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
     stop = Stopping(stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, device)
     sampler = Sampler(
@@ -205,24 +185,18 @@ def _run(
         lengths=prompts.counts,
         pad_token_id=pad_id,
     )
-    target = make_target(
-        base, drafter.layers if drafter else (), scratch=plan.num_nodes if plan else 1, source=prompts.source,
-        decoder_mask=model_kwargs.get("decoder_attention_mask"), static=compiled is not None,
-    )  # fmt: skip
     text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
-    trained_length = None if drafter is None else drafter.trained_length
-    warn_past_limits(base, trained_length, max(prompts.counts))
-    for step in decode(
-        target, drafter, prompts.ids, prompts.lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
-        max_new_tokens=stop.limit, inputs=prompts.inputs, eos=stop.eos,
-        keep_scores=bool(config.output_scores or config.output_logits), keep_divergences=divergences,
-        compiled=compiled,
+    decoding.warn_past_limits(max(prompts.counts))
+    for step in decoding.steps(
+        prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit, eos=stop.eos,
+        inputs=prompts.inputs, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask"),
+        keep_scores=bool(config.output_scores or config.output_logits),
     ):  # fmt: skip
         text.add(step)
     if stream is not None:
         stream.end()
     added = [len(row) - input_ids.shape[1] for row in text.rows]
-    warn_past_limits(base, trained_length, max(n + new for n, new in zip(prompts.counts, added, strict=True)))
+    decoding.warn_past_limits(max(n + new for n, new in zip(prompts.counts, added, strict=True)))
     sequences = text.sequences(pad_id, input_ids.device)
     if not config.return_dict_in_generate:
         return sequences
@@ -231,7 +205,7 @@ def _run(
         scores=stack_by_position(text.scores, 1) if config.output_scores else None,  # type: ignore[arg-type]
         logits=stack_by_position(text.scores, 0) if config.output_logits else None,  # type: ignore[arg-type]
         steps=text.steps,
-        lossless=accept.lossless,
+        lossless=decoding.accept.lossless,
     )
 
 
@@ -273,19 +247,6 @@ def _read_prompts(
     if min(counts) == 0:
         raise ValueError(f"row {counts.index(0)} of the batch is all padding; each prompt needs at least one token")
     return _Prompts(input_ids.tolist(), ids, lengths, counts, inputs, source)
-
-
-def plan_for(
-    base: PreTrainedModel, drafter: Drafter | None, plan: Plan | None, device: torch.device, do_sample: bool
-) -> Plan | None:
-    """The plan asked for, else the drafter's own; None without a drafter. ValueError if the base cannot serve it."""
-    if drafter is None:
-        return None
-    if plan is None:
-        plan = drafter.default_plan(device, do_sample)
-    if base.config.is_encoder_decoder:
-        refuse_branching(base, plan)
-    return plan
 
 
 @dataclass

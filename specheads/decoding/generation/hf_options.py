@@ -15,9 +15,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from specheads.decoding.acceptance import Acceptance, Fuzzy
-from specheads.decoding.acceptance.rule import missing_draft_probs
-from specheads.decoding.drafters.base import Drafter
 from specheads.options import shown
 
 REFUSED_ARGUMENTS = (
@@ -131,20 +128,6 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> No
     for name in REFUSED_OUTPUTS:
         if arguments.get(name, getattr(config, name, False)):
             raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")
-
-
-def check_draft_probs(accept: Acceptance, drafter: Drafter | None) -> None:
-    """ValueError for a rule that requires draft probabilities with a drafter that says it gives none."""
-    if accept.requires_draft_probs and drafter is not None and not drafter.gives_draft_probs:
-        raise missing_draft_probs(accept, drafter)
-
-
-def check_divergences(accept: Acceptance, returns_dict: Any) -> None:
-    """ValueError where output_divergences=True would give nothing."""
-    if not isinstance(accept, Fuzzy):
-        raise ValueError(f"output_divergences=True is for accept=Fuzzy(...), which measures one, not for {accept!r}")
-    if not returns_dict:
-        raise ValueError("output_divergences=True comes with the steps; give return_dict_in_generate=True too")
 
 
 def stop_string_criteria(

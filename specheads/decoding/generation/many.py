@@ -14,12 +14,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.acceptance.named import as_rule
-from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import either
-from specheads.decoding.generation.context_limits import warn_past_limits
-from specheads.decoding.generation.hf_options import check_divergences, check_draft_probs
+from specheads.decoding.generation.decoding import Decoding
 from specheads.decoding.generation.many_arguments import (
     check_limits,
     encode_prompt,
@@ -32,7 +28,7 @@ from specheads.decoding.generation.outputs import Statistics
 from specheads.decoding.generation.single_prompt import SinglePrompt, prepare
 from specheads.decoding.generation.slots import Slot, SlotDecoder
 from specheads.decoding.loop import Step
-from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.planner import Plan
 from specheads.decoding.probs.processors import adapt, possibly_stateful
 from specheads.decoding.probs.randomness import row_seed, seeds_for
 from specheads.decoding.target.hf_base import text_config, unwrapped
@@ -97,15 +93,12 @@ def generate_many(
     ValueError and TypeError name the index of the prompt.
     """
     base = unwrapped(base)
-    drafts, rule = either(draft, drafter), as_rule(accept)
-    plan = as_plan(tree, drafts)
-    if drafts is None and plan is not None:
-        raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1 prompt")
-    check_draft_probs(rule, drafts)
-    if output_divergences:
-        check_divergences(rule, True)
+    decoding = Decoding.parse(
+        base, draft=draft, drafter=drafter, tree=tree, accept=accept, output_divergences=output_divergences,
+        compile=compile,
+    )  # fmt: skip
     refuse_many_options(base, options)
     options = with_stop_strings(base, options, tokenizer)
     encoded: Iterator[list[int]] = (
@@ -124,10 +117,7 @@ def generate_many(
     elif seed is not None:
         count: Any = seed  # a sequence, or what seeds_for() refuses
         seed = seeds_for(seed, len(count) if total is None else total)
-    compiled = compiled_steps(base, compile) if compile else None
-    many = _Many(
-        base, drafts, plan, rule, batch_size, seed, tokenizer, on_tokens, output_divergences, compiled, options
-    )
+    many = _Many(decoding, batch_size, seed, tokenizer, on_tokens, options)
     results = many.results(encoded, total, report)
     return results if stream else sorted(results, key=lambda one: one.index)
 
@@ -136,16 +126,11 @@ def generate_many(
 class _Many:
     """One call of generate_many(): its parts as given there."""
 
-    base: PreTrainedModel
-    drafter: Drafter | None
-    plan: Plan | None
-    accept: Acceptance
+    decoding: Decoding
     batch_size: int
     seed: int | Sequence[int] | None
     tokenizer: Any
     on_tokens: Callable[[int, list[int]], None] | None
-    divergences: bool
-    compiled: CompiledSteps | None
     options: Mapping[str, Any]
 
     @torch.no_grad()
@@ -165,13 +150,10 @@ class _Many:
             yield self._finish(slot)
 
     def _prepare(self, index: int, ids: list[int]) -> SinglePrompt:
-        return prepare(self.base, index, ids, options_of(index, self.options))
+        return prepare(self.decoding.base, index, ids, options_of(index, self.options))
 
     def _slots(self, first: SinglePrompt, prompts: Iterator[SinglePrompt]) -> Iterator[Slot]:
-        decoder = SlotDecoder(
-            self.base, self.drafter, self.plan, self.accept, self.divergences, self.compiled, self._seed_of,
-            self.on_tokens,
-        )  # fmt: skip
+        decoder = SlotDecoder(self.decoding, self._seed_of, self.on_tokens)
         size, reason = self._unfilled_batch(first)
         alone: list[tuple[SinglePrompt, str]] = []
         waiting = self._waiting(prompts, alone)
@@ -199,20 +181,22 @@ class _Many:
         """The size of batches that are not refilled, and why they are not; None if they are."""
         if stateful := possibly_stateful(adapt(first.processors)):
             return 1, f"{type(stateful[0]).__name__} may keep state from call to call, so it cannot know the rows apart"
-        return self.batch_size, why_unfilled(self.base, self.drafter)
+        return self.batch_size, why_unfilled(self.decoding.base, self.decoding.drafter)
 
     @cached_property
     def _boundary(self) -> int | None:
-        switch = rope_switch(self.base, text_config(self.base), 1, 1)
+        base = self.decoding.base
+        switch = rope_switch(base, text_config(base), 1, 1)
         return None if switch is None else switch.boundary
 
     def _why_alone(self, prompt: SinglePrompt) -> str | None:
         if not prompt.is_plain:
-            return f"{type(self.base).__name__} takes more than ids"
+            return f"{type(self.decoding.base).__name__} takes more than ids"
         boundary = self._boundary
         if boundary is not None and prompt.longest > boundary:
             return f"the base's positions change at {boundary} tokens, and its text may have {prompt.longest}"
-        longest = None if self.drafter is None else self.drafter.longest
+        drafter = self.decoding.drafter
+        longest = None if drafter is None else drafter.longest
         if longest is not None and prompt.longest > longest:
             return f"the drafter reads {longest} tokens, and its text may have {prompt.longest}"
         return None
@@ -226,13 +210,11 @@ class _Many:
 
     def _finish(self, slot: Slot) -> Continuation:
         prompt, text = slot.prompt, None
-        trained_length = None if self.drafter is None else self.drafter.trained_length
-        warn_past_limits(self.base, trained_length, len(prompt.ids) + len(slot.tokens))
+        self.decoding.warn_past_limits(len(prompt.ids) + len(slot.tokens))
         if self.tokenizer is not None:
             text = self.tokenizer.decode(slot.tokens, skip_special_tokens=True)
-        return Continuation(
-            prompt.index, prompt.source, slot.tokens, text, self._seed_of(prompt), slot.steps, self.accept.lossless
-        )
+        seed, lossless = self._seed_of(prompt), self.decoding.accept.lossless
+        return Continuation(prompt.index, prompt.source, slot.tokens, text, seed, slot.steps, lossless)
 
 
 def why_unfilled(base: PreTrainedModel, drafter: Drafter | None) -> str | None:

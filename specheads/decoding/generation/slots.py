@@ -12,18 +12,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
-from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.compiled import CompiledSteps
-from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.generation.generate import plan_for
+from specheads.decoding.generation.decoding import Decoding
 from specheads.decoding.generation.single_prompt import SinglePrompt
-from specheads.decoding.loop import Step, decode
-from specheads.decoding.planner import Plan
+from specheads.decoding.loop import Step
 from specheads.decoding.probs.row_sampler import RowSampler
 from specheads.decoding.refill import NewRows
-from specheads.decoding.target.seq2seq import Source, make_target
+from specheads.decoding.target.seq2seq import Source
 
 
 @dataclass
@@ -55,14 +50,9 @@ def step_of_row(step: Step, row: int) -> Step:
 
 @dataclass(frozen=True)
 class SlotDecoder:
-    """decode() over slots. seed_of: of a prompt, by its index. on_tokens(index, tokens): called as they are gained."""
+    """Decodes prompts in slots. seed_of: of a prompt. on_tokens(index, tokens): called as they are gained."""
 
-    base: PreTrainedModel
-    drafter: Drafter | None
-    plan: Plan | None
-    accept: Acceptance
-    divergences: bool
-    compiled: CompiledSteps | None
+    decoding: Decoding
     seed_of: Callable[[SinglePrompt], int | None]
     on_tokens: Callable[[int, list[int]], None] | None
 
@@ -71,16 +61,11 @@ class SlotDecoder:
 
         waiting: prompts that take the rows of finished ones; None: such rows idle.
         """
-        first, device = prompts[0], self.base.device
+        first, device = prompts[0], self.decoding.base.device
         slots = [Slot(prompt) for prompt in prompts]
         sampler = RowSampler(
             [one.processors for one in prompts], [one.index for one in prompts], do_sample=first.do_sample,
             seeds=self._seeds(prompts),
-        )  # fmt: skip
-        plan = plan_for(self.base, self.drafter, self.plan, device, first.do_sample)
-        target = make_target(
-            self.base, self.drafter.layers if self.drafter else (), scratch=plan.num_nodes if plan else 1,
-            source=_stack_sources(prompts), static=self.compiled is not None,
         )  # fmt: skip
 
         def stop(row: int, ids: list[int], count: int) -> int:
@@ -99,11 +84,10 @@ class SlotDecoder:
                 sampler.replace_row(row, prompt.processors, prompt.index)
             return NewRows(rows, *_pack(new, device), [one.stop.limit for one in new], self._seeds(new))
 
-        for step in decode(
-            target, self.drafter, *_pack(prompts, device), plan=plan, sampler=sampler, accept=self.accept, stop=stop,
-            max_new_tokens=[one.stop.limit for one in prompts], eos=first.stop.eos, keep_divergences=self.divergences,
-            inputs=first.inputs if len(prompts) == 1 else None, refill=None if waiting is None else refill,
-            compiled=self.compiled,
+        for step in self.decoding.steps(
+            *_pack(prompts, device), sampler=sampler, stop=stop, eos=first.stop.eos,
+            max_new_tokens=[one.stop.limit for one in prompts], inputs=first.inputs if len(prompts) == 1 else None,
+            source=_stack_sources(prompts), refill=None if waiting is None else refill,
         ):  # fmt: skip
             for row, slot in enumerate(slots):
                 if not step.tokens[row]:

@@ -50,7 +50,7 @@ def schedule_step(
     if switch is None:
         return StepSchedule(remaining, list(running), step_plan)
     fed = [n - 1 for n, runs in zip(gained, running, strict=True) if runs]
-    target.min_fed = min(fed)
+    switch.min_fed = min(fed)
     if step_plan is not None and not switch.may_draft(fed, step_plan.depth):
         step_plan = NoDraft(step_plan)
     if not switch.is_past(fed):

@@ -52,16 +52,14 @@ class Target:
 
     active (B,): the rows whose outputs matter, None for all. Here one pass serves all rows anyway.
     source: what an encoder made of the rows (`seq2seq.Source`), None without an encoder.
-    switch: for a base whose positions depend on the length, else None. min_fed: the fewest tokens that a running row
-    has been fed after its prompt; inactive rows take positions as if they had been fed as many. recurrent: the base's
-    modules that carry a state from token to token.
+    switch: for a base whose positions depend on the length, else None. recurrent: the base's modules that carry a state
+    from token to token.
     """
 
     active: Tensor | None = None
     static: bool = False
     source: Any = None
     switch: RopeSwitch | None = None
-    min_fed: int = 0
     recurrent: Sequence[RecurrentModule] = ()
 
     def __init__(
@@ -212,7 +210,7 @@ class Target:
             cache.recurrent.begin_tree(tree)
         start = cache.lengths
         if self.switch is not None and self.active is not None:  # positions of inactive rows choose frequencies too
-            start = torch.where(self.active, start, self.prompt_lengths + self.min_fed)
+            start = torch.where(self.active, start, self.prompt_lengths + self.switch.min_fed)
         position = (start.unsqueeze(1) + topology.depth).clamp(max=self._last_position)
 
         def mask(reach: Reach) -> Tensor:

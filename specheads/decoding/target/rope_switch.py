@@ -25,14 +25,16 @@ logger = hf_logging.get_logger(__name__)
 class RopeSwitch:
     """kind: longrope or dynamic. room: tokens that may be fed after the prompts before a pass crosses the boundary.
 
-    rereads: does the model read its whole text again when it crosses, as Phi-3 does? In methods, fed: how many tokens
-    each running row has been fed after its prompt.
+    rereads: does the model read its whole text again when it crosses, as Phi-3 does? min_fed: the fewest tokens that a
+    running row has been fed after its prompt; inactive rows take positions as if they had been fed as many. In methods,
+    fed: how many tokens each running row has been fed.
     """
 
     kind: str
     boundary: int
     room: int
     rereads: bool
+    min_fed: int = 0
     warned: bool = False
 
     def is_past(self, fed: list[int]) -> bool:

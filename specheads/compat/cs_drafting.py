@@ -13,8 +13,8 @@ from specheads.bench.sweep import tasks
 from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDraftingModel, _Counted, _Recorded
 from specheads.compat.plain import generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
-from specheads.decoding.drafters.model import vocabulary_size
 from specheads.decoding.generation.recorded import Record, replay
+from specheads.decoding.target.hf_base import vocabulary_size
 from specheads.options import require_whole
 
 

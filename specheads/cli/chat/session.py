@@ -17,11 +17,11 @@ from specheads.data.conversation import Conversation, Message
 from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage
-from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
+from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.target.hf_base import text_config, vocabulary_size
 from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"

@@ -20,11 +20,12 @@ from specheads.decoding.drafters.cached_model import CachedModel
 from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.drafters.head_review import HeadReview
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
-from specheads.decoding.drafters.model import DraftModel, vocabulary_size
+from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.drafters.path_drafter import PathDrafter, build_tree
 from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.hf_base import vocabulary_size
 from specheads.decoding.tree import DraftTree
 
 

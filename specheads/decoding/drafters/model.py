@@ -18,7 +18,7 @@ from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDra
 from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import UnsupportedModel, has_state, text_config, unwrapped
+from specheads.decoding.target.hf_base import UnsupportedModel, has_state, text_config, unwrapped, vocabulary_size
 from specheads.decoding.target.seq2seq import refuse_unsupported
 from specheads.decoding.tree import DraftTree
 
@@ -190,11 +190,6 @@ def make_expand(model: CachedModel, device: torch.device, vocab_size: int) -> Ex
         return ChildLogits(logits[..., :vocab_size].to(device), ids)
 
     return expand
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    weight: Any = model.get_output_embeddings().weight
-    return len(weight)
 
 
 def refuse_trees_through_text(plan: Plan) -> None:

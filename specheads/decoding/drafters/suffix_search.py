@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.drafters.model import vocabulary_size
+from specheads.decoding.target.hf_base import vocabulary_size
 
 
 def to_text(ids: Iterable[int]) -> str:

@@ -147,6 +147,12 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
             raise UnsupportedModel(str(error)) from None
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """V, how many logits the model has for a token."""
+    weight: Any = model.get_output_embeddings().weight
+    return len(weight)
+
+
 def has_state(base: PreTrainedModel) -> bool:
     """Do some layers carry a state from token to token?"""
     types = set(getattr(text_config(base), "layer_types", None) or ())

@@ -26,8 +26,8 @@ from specheads.decoding.refill import NewRows, Refill, only_last_position, repla
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
 from specheads.decoding.step import commit, hold_inactive, top_tokens
 from specheads.decoding.step_divergences import StepDivergences, divergences_of
-from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
@@ -64,7 +64,7 @@ class Step:
 
 @torch.inference_mode()  # spares each operation its autograd bookkeeping, a tenth of a step on a CPU
 def decode(
-    target: Target,
+    target: Verifier,
     drafter: Drafter | None,
     ids: Tensor,
     lengths: Tensor,
@@ -118,7 +118,7 @@ class _Loop:
     state, None if nothing is drafted.
     """
 
-    target: Target
+    target: Verifier
     drafter: Drafter | None
     plan: Plan | None
     sampler: Sampler

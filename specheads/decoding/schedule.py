@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.decoding.planner import NoDraft, Plan, limit_depth
 from specheads.decoding.planner.plan import LimitRows
-from specheads.decoding.target.causal import Target
+from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
 
 
@@ -28,7 +28,7 @@ class StepSchedule:
 
 
 def schedule_step(
-    target: Target,
+    target: Verifier,
     plan: Plan | None,
     running: Sequence[bool],
     history: Sequence[list[int]],

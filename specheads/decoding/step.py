@@ -16,13 +16,14 @@ from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.cache import gather_nodes
-from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
 
 
 def whole_step(
-    target: Target, drafter: Drafter | None, plan: Plan | None, accept: Acceptance, sampler: Sampler, context: Context,
-    numbers: Tensor | None, active: Tensor, num_top: int, count: Tensor | None = None, limits: Tensor | None = None,
+    target: Verifier, drafter: Drafter | None, plan: Plan | None, accept: Acceptance, sampler: Sampler,
+    context: Context, numbers: Tensor | None, active: Tensor, num_top: int, count: Tensor | None = None,
+    limits: Tensor | None = None,
 ) -> Advance:  # fmt: skip
     """Draft, verify, judge and commit. numbers (B, P) as in `TargetProbs`, active (B,) bool.
 
@@ -41,7 +42,7 @@ def whole_step(
 
 
 def step_after_draft(
-    target: Target, accept: Acceptance, sampler: Sampler, root: Tensor, tree: DraftTree, numbers: Tensor | None,
+    target: Verifier, accept: Acceptance, sampler: Sampler, root: Tensor, tree: DraftTree, numbers: Tensor | None,
     active: Tensor, num_top: int, count: Tensor | None = None,
 ) -> Advance:  # fmt: skip
     """Verify, judge and commit a drafted tree. count (B,): each row's new tokens so far, where the rule draws numbers
@@ -53,7 +54,7 @@ def step_after_draft(
     return commit(target, sampler, tree, out, verdict, num_top)
 
 
-def verify(target: Target, tree: DraftTree) -> TargetOutput:
+def verify(target: Verifier, tree: DraftTree) -> TargetOutput:
     """The target's pass over the tree."""
     return target.verify(tree)
 
@@ -64,7 +65,7 @@ def hold_inactive(verdict: Verdict, root: Tensor, active: Tensor) -> Verdict:
 
 
 def commit(
-    target: Target, sampler: Sampler, tree: DraftTree, out: TargetOutput, verdict: Verdict, num_top: int
+    target: Verifier, sampler: Sampler, tree: DraftTree, out: TargetOutput, verdict: Verdict, num_top: int
 ) -> Advance:
     """Add the accepted tokens to the target's cache; what the next step and the host need of this one."""
     path, topology, following = verdict.path, tree.topology, verdict.following(tree)

@@ -89,7 +89,7 @@ class Models:
         """A smaller model; through_text: of a vocabulary that may be another than the target's."""
         options = quantized_options(self.quantize, self.target.dtype, self.target.device)
         small = load_language_model(source, dtype=self.target.dtype, **options, **hub_options(source))
-        refuse_other_kind(small, self.target)
+        refuse_other_kind(small, type(self.target).__name__, self.target.config.is_encoder_decoder)
         small = to_device(small, self.target.device)
         if not through_text:
             return DraftModel(small)

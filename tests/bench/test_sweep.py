@@ -320,6 +320,8 @@ def test_what_a_record_cannot_replay_is_refused(tmp_path, model):
         list(recorded.replay(record, [1, 2], *known["lookup"], base.device))
     with pytest.raises(ValueError, match="from the target's features"):
         list(recorded.replay(record, PROMPTS[0], model.head, chain(2), base.device))
+    with pytest.raises(ValueError, match="cannot draft for the recorded target"):
+        list(recorded.replay(replace(record, start=1), PROMPTS[0], *known["near"], base.device))
     for text in ("[]", "{", '{"vocab_size": 5, "length": 1, "outputs": [{"prompt": [1], "output": [7]}]}'):
         (tmp_path / "bad.json").write_text(text, "utf8")
         with pytest.raises(ValueError, match=r"is no record of a target"):

@@ -4,6 +4,7 @@ The backend "eager" traces as torch's own does, with no graph break allowed, and
 """
 
 import re
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from specheads import (
 )
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.graphs import reason_not_compiled
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401
@@ -43,17 +45,19 @@ def test_the_documentation_lists_the_families_that_compile():
 
 
 def test_the_documentation_lists_the_reasons_why_others_do_not():
-    base = tiny_llama(num_hidden_layers=2)
-    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs()}
+    target = Target(tiny_llama(num_hidden_layers=2), static=True)
+    target.inputs = ModelInputs()
     spread = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1})
     cases = [
-        {"source": object()}, {"switch": object()},
+        {"is_encoder_decoder": True}, {"switch": object()},
         {"inputs": ModelInputs(token_types=torch.zeros(1, 3))}, {"base": spread},
     ]  # fmt: skip
     rows = re.findall(r"^\| .* \| (.*) \|$", compatibility(), re.MULTILINE)[1:]
-    assert reason_not_compiled(SimpleNamespace(**without)) is None
+    assert reason_not_compiled(target) is None
     for row, case in zip(rows, cases, strict=True):
-        assert reason_not_compiled(SimpleNamespace(**without | case)).partition(" (")[0] == row
+        other = copy(target)
+        vars(other).update(case)
+        assert reason_not_compiled(other).partition(" (")[0] == row
 
 
 @pytest.mark.sampled(6)

@@ -24,7 +24,7 @@ def test_it_drafts_what_the_published_steps_draft(alphabet):
     rng = random.Random(alphabet)
     bigrams = [rng.randrange(alphabet) if rng.random() < 0.8 else 0 for _ in range(alphabet)]
     bare, tabled = MaxGram(), MaxGram(bigrams=bigrams)
-    target = SimpleNamespace(config=SimpleNamespace(vocab_size=alphabet))
+    target = SimpleNamespace(vocab_size=alphabet)
     short = 0
     for _ in range(40):
         row = random_row(rng, alphabet, rng.randint(1, 30))

@@ -15,7 +15,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.planner import ChildLogits
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import TargetOutput
+from specheads.decoding.target.verifier import TargetOutput, Verifier
 
 
 def stop_after(prompts, length):
@@ -138,19 +138,18 @@ class Table:
         return probs
 
 
-class TableTarget:
-    """Target's calls, over a table instead of a model."""
+class TableTarget(Verifier):
+    """A table instead of a model."""
 
+    name = "a table"
     limit = 99  # tokens a row may get to
-    source = switch = active = None
-    static = False
 
     def __init__(self, table):
         self.table = table
-        self.config = SimpleNamespace(vocab_size=table.vocab_size)
-        # All that a drafter asks a base for is how many ids there are, and whether it has an encoder.
-        weight, kind = torch.empty(table.vocab_size, 1), SimpleNamespace(is_encoder_decoder=False)
-        self.base = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight), config=kind)
+
+    @property
+    def vocab_size(self):
+        return self.table.vocab_size
 
     def prefill(self, ids, lengths, *, room, inputs=None):
         self.rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]

@@ -20,8 +20,9 @@ from specheads.decoding.drafters.suffix_search import longest_match, to_text
 from specheads.decoding.planner import Plan, chain
 from specheads.decoding.planner.by_cost.shapes import COMPILED_COPIES
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.target.verifier import TargetOutput
 from specheads.decoding.tree import DraftTree
 
 Report = Callable[[float, str], None]

@@ -10,7 +10,7 @@ import time
 import types
 from collections.abc import Callable, Hashable
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specheads.decoding.target.causal import Target
+from specheads.decoding.target.verifier import Verifier
 from specheads.options import refuse_unknown
 
 T = TypeVar("T")
@@ -47,12 +48,12 @@ class CompiledSteps:
         """How many graphs there are."""
         return len(self._known)
 
-    def serves(self, target: Target) -> bool:
+    def serves(self, target: Verifier) -> TypeGuard[Target]:
         """Are steps over this target, after its prefill, compiled? If not, the log says why, once."""
         reason = self.failure or reason_not_compiled(target)
         if reason is not None and reason not in self._said:
             self._said.add(reason)
-            logger.warning("%s decodes without compiling: %s", type(target.base).__name__, reason)
+            logger.warning("%s decodes without compiling: %s", target.name, reason)
         return reason is None
 
     def run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
@@ -137,15 +138,15 @@ def first_lines(error: Exception, count: int = 2) -> str:
     return " ".join(lines[:count]) or "no message"
 
 
-def reason_not_compiled(target: Target) -> str | None:
+def reason_not_compiled(target: Verifier) -> str | None:
     """Why steps over this target, after its prefill, are not compiled; None if they are."""
-    devices = {str(device) for device in (getattr(target.base, "hf_device_map", None) or {}).values()}
-    if target.source is not None:
+    if target.is_encoder_decoder:
         return "the passes of an encoder-decoder have many shapes"
-    if not target.static:
+    if not isinstance(target, Target) or not target.static:
         return "it was not made with static=True"
     if target.switch is not None:
         return "its positions change with the length of the text"
     if target.inputs.token_types is not None:
         return "it takes token types"
+    devices = {str(device) for device in (getattr(target.base, "hf_device_map", None) or {}).values()}
     return f"its layers are on several devices ({', '.join(sorted(devices))})" if len(devices) > 1 else None

@@ -25,8 +25,9 @@ from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import split_prompt
 from specheads.decoding.step import step_after_draft, verify, whole_step
-from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.grouped_attention import grouped_heads
+from specheads.decoding.target.verifier import TargetOutput
 from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
@@ -169,11 +170,11 @@ class StepCompiler:
     def grows(self, plan: Plan | None) -> bool:
         """Do the plan's trees grow in the graph? Not those that choose their nodes where the target takes paths."""
         chooses = isinstance(unwrapped_plan(plan), BestFirstTree | DynamicTree)
-        return grows_on_device(plan) and not (chooses and self.target.recurrent)
+        return grows_on_device(plan) and not (chooses and self.target.has_state)
 
     def by_paths(self, tree: DraftTree) -> bool:
         """Does the target's pass take the tree as paths, which the host counts?"""
-        return bool(self.target.recurrent) and not tree.is_chain
+        return self.target.has_state and not tree.is_chain
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """The target's pass over the tree, in a graph if other steps need one for trees of this size."""

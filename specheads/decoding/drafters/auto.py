@@ -141,7 +141,7 @@ class _Run:
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
         self.rows, self.compiled = len(context.history), context.target.static
         table = auto.table(context.root.device, compiled=self.compiled)
-        self.costs, chains_only = table.for_rows(self.rows), bool(context.target.recurrent)
+        self.costs, chains_only = table.for_rows(self.rows), context.target.has_state
         self.menu = auto.menu(
             table, self.rows, compiled=self.compiled, branching=not chains_only, longest=context.target.limit
         )

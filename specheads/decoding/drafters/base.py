@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.cache import TreeCache
-from specheads.decoding.target.causal import Target
+from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Context:
       take the place of the next row to finish?
     """
 
-    target: Target
+    target: Verifier
     root: Tensor
     features: Tensor
     following: Tensor
@@ -92,15 +92,15 @@ class Context:
 
     @classmethod
     def start(
-        cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor, top: Tensor | None = None
+        cls, target: Verifier, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor, top: Tensor | None = None
     ) -> Context:
         """The context after the prefill of ids (B, T), packed left, of lengths (B,); root (B,): the first new token."""
         last = lengths - 1
         following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last.unsqueeze(1), root.unsqueeze(1))
         rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
         history = [[*row[:length], first] for row, length, first in rows]
-        source = target.source.ids if target.source is not None else None
-        return cls(target, root, features, following, lengths, last, history, ids.shape[1], top=top, source=source)
+        bound, source = ids.shape[1], target.source_ids
+        return cls(target, root, features, following, lengths, last, history, bound, top=top, source=source)
 
     def extend(self, advance: Advance, emitted: list[list[int]], ranks: list[list[int]]) -> Context:
         """The context after one step; emitted: the tokens each row gained; ranks: see above."""

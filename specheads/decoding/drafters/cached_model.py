@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
 
@@ -86,6 +87,7 @@ class CachedModel:
     def replace_rows(self, rows: Tensor, other: CachedModel, lengths: Tensor) -> None:
         """Give these rows (R,) the text of `other`, a model of R rows: its first lengths (R,) tokens. Their logits mean
         nothing until more is read."""
+        assert isinstance(self.target, Target) and isinstance(other.target, Target)  # no other is refilled
         self.target.cache.replace_rows(rows.to(self.device), other.target.cache, lengths.to(self.device))
         self.target.set_limit(max(self.target.limit, other.target.limit), len(self.current), self.device)
 

@@ -25,7 +25,6 @@ from specheads.decoding.drafters.path_drafter import PathDrafter, build_tree
 from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.hf_base import vocabulary_size
 from specheads.decoding.tree import DraftTree
 
 
@@ -147,7 +146,7 @@ class _Proposal:
     def __init__(self, cascade: Cascade, context: Context, state: CascadeState) -> None:
         self.cascade, self.state = cascade, state
         self.ngram = replace(context, memory=context.memory.setdefault("ngram", {}))
-        self.vocab_size = vocabulary_size(context.target.base)
+        self.vocab_size = context.target.vocab_size
         self.models: dict[int, CachedModel] = context.memory.setdefault("cached_models", {})
         self.idle = {0} if cascade.has_head else set()  # columns that write nothing here: a head does in `HeadReview`
         longest = max(map(len, context.history))

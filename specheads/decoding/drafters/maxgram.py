@@ -39,7 +39,7 @@ class MaxGram(PathDrafter):
 
     def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         if self.bigrams is not None:
-            context.once("bigrams_checked", lambda: check_bigrams(self.bigrams, context.target.config.vocab_size))
+            context.once("bigrams_checked", lambda: check_bigrams(self.bigrams, context.target.vocab_size))
         return [[self._path(text, length)] for text in row_texts(context, rows)]
 
     def _path(self, text: str, length: int) -> list[int]:

@@ -86,7 +86,7 @@ class DraftModel(Drafter):
         if self.through_text:
             return self._propose_text(context, sampler, plan)
         model: CachedModel | None = context.memory.get("cached_model")
-        longest, vocab_size = max(map(len, context.history)), vocabulary_size(context.target.base)
+        longest, vocab_size = max(map(len, context.history)), context.target.vocab_size
         if model is None:
             self.refuse_other_vocabulary(vocab_size)
             model = context.memory["cached_model"] = self.cached(
@@ -150,7 +150,7 @@ class DraftModel(Drafter):
         return CachedModel(self.small, rows, scratch=scratch, limit=min(self.longest, limit), source=source)
 
     def refuse_other_kind(self, context: Context) -> None:
-        refuse_other_kind(self.small, context.target.base)
+        refuse_other_kind(self.small, context.target.name, context.target.is_encoder_decoder)
         if self.reads_source and context.source is None:
             raise ValueError("the draft model reads the source too, and its ids are not known; give input_ids")
 
@@ -164,11 +164,11 @@ class DraftModel(Drafter):
             )
 
 
-def refuse_other_kind(small: PreTrainedModel, base: PreTrainedModel) -> None:
-    """ValueError if only one of the two is an encoder-decoder."""
-    if small.config.is_encoder_decoder != base.config.is_encoder_decoder:
+def refuse_other_kind(small: PreTrainedModel, target: str, is_encoder_decoder: bool) -> None:
+    """ValueError if of the small model and the target of that name only one is an encoder-decoder."""
+    if small.config.is_encoder_decoder != is_encoder_decoder:
         raise ValueError(
-            f"{type(small).__name__} cannot draft for {type(base).__name__}: of the two only one is an "
+            f"{type(small).__name__} cannot draft for {target}: of the two only one is an "
             "encoder-decoder, and both must read the same; take a draft model of the target's family"
         )
 

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.target.hf_base import vocabulary_size
 
 
 def to_text(ids: Iterable[int]) -> str:
@@ -21,7 +20,7 @@ def copyable_sources(context: Context) -> list[list[int]]:
     encoder is then another."""
     if context.source is None:
         return [[] for _ in context.history]
-    size = vocabulary_size(context.target.base)
+    size = context.target.vocab_size
     return [ids if max(ids, default=0) < size else [] for ids in context.source]
 
 

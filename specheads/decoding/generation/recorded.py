@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -22,9 +21,10 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.seq2seq import decoder_start
+from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
 from specheads.files import write_whole
 
@@ -93,33 +93,31 @@ def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int,
     return Record(text_config(base).vocab_size, length, outputs, start)
 
 
-class RecordedTarget:
-    """Replaces `Target` in decode() for one batch of recorded prompts, without features.
+class RecordedTarget(Verifier):
+    """Verifies the drafts of one batch of recorded prompts, without features.
 
     At each node the recorded token of its depth is certain; after the text's end, token 0. A path that leaves the
     record is never accepted, so the logits there do not matter.
     """
 
-    static, active, recurrent = False, None, ()
+    name = "the recorded target"
 
     def __init__(self, record: Record, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.record, self.device = record, device
         self.texts = [record.outputs[tuple(prompt)] for prompt in prompts]
-        vocabulary = SimpleNamespace(weight=torch.empty(record.vocab_size, 0))
-        # Drafters read the size of the vocabulary from a target's base and config.
-        config = SimpleNamespace(is_encoder_decoder=record.start is not None)
-        self.base = SimpleNamespace(get_output_embeddings=lambda: vocabulary, config=config)
-        self.config = SimpleNamespace(vocab_size=record.vocab_size)
-        source = SimpleNamespace(ids=[list(prompt) for prompt in prompts])
-        self.limit, self.source, self.switch = 0, None if record.start is None else source, None
+        self.is_encoder_decoder = record.start is not None
+        self.source_ids = [list(prompt) for prompt in prompts] if self.is_encoder_decoder else None
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: object = None) -> TargetOutput:
+    @property
+    def vocab_size(self) -> int:
+        return self.record.vocab_size
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
+    ) -> TargetOutput:
         self.done = [0] * len(self.texts)  # recorded tokens before the root
-        self.limit = ids.shape[1] + room
+        self.limit = ids.shape[1] + (room if isinstance(room, int) else max(room))
         return TargetOutput(self._certain([[text[0]] for text in self.texts]), torch.empty(*ids.shape, 0))
-
-    def prepare(self, bound: int) -> None:
-        """Nothing: a record needs no room."""
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         depths = tree.topology.depth.tolist()
@@ -135,7 +133,7 @@ class RecordedTarget:
     def _certain(self, tokens: list[list[int]]) -> Tensor:
         """(B, N) ids → logits (B, N, V)."""
         ids = torch.tensor(tokens, device=self.device)
-        return torch.zeros(*ids.shape, self.record.vocab_size, device=self.device).scatter_(2, ids.unsqueeze(2), 1.0)
+        return torch.zeros(*ids.shape, self.vocab_size, device=self.device).scatter_(2, ids.unsqueeze(2), 1.0)
 
 
 def replay(record: Record, prompt: Sequence[int], drafter: Drafter, plan: Plan, device: torch.device) -> Iterator[Step]:
@@ -165,7 +163,7 @@ def replay(record: Record, prompt: Sequence[int], drafter: Drafter, plan: Plan, 
     ids = torch.tensor([before], device=device)
     lengths = torch.tensor([len(before)], device=device)
     return decode(
-        cast(Target, RecordedTarget(record, [prompt], device)), drafter, ids, lengths, plan=plan, sampler=Sampler(),
+        RecordedTarget(record, [prompt], device), drafter, ids, lengths, plan=plan, sampler=Sampler(),
         accept=Exact(), stop=stop, max_new_tokens=record.length,
     )  # fmt: skip
 

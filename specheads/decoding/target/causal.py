@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,36 +30,22 @@ from specheads.decoding.target.hf_base import (
     refuse_unsupported,
     takes_mask_dict,
     text_config,
+    vocabulary_size,
 )
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.recurrent import RecurrentModule
 from specheads.decoding.target.recurrent_modules import recurrent_modules
-from specheads.decoding.target.rope_switch import RopeSwitch, rope_switch
+from specheads.decoding.target.rope_switch import rope_switch
+from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
 
 
-@dataclass(frozen=True, slots=True)
-class TargetOutput:
-    """logits (B, N, V); features (B, N, F), the tapped layers concatenated in the order asked for."""
-
-    logits: Tensor
-    features: Tensor
-
-
-class Target:
+class Target(Verifier):
     """The frozen base model as verifier of draft trees: one forward a tree, over a cache that is never recomputed.
 
-    active (B,): the rows whose outputs matter, None for all. Here one pass serves all rows anyway.
-    source: what an encoder made of the rows (`seq2seq.Source`), None without an encoder.
-    switch: for a base whose positions depend on the length, else None. recurrent: the base's modules that carry a state
-    from token to token.
+    One pass serves all rows, those that are not `active` too. recurrent: the base's modules that carry a state from
+    token to token.
     """
-
-    active: Tensor | None = None
-    static: bool = False
-    source: Any = None
-    switch: RopeSwitch | None = None
-    recurrent: Sequence[RecurrentModule] = ()
 
     def __init__(
         self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1, static: bool = False
@@ -78,15 +63,15 @@ class Target:
                 "call base.set_attn_implementation('sdpa') first"
             )
         self.base, self.layers, self.scratch = base, layers, scratch
-        self.static = static
+        self.name, self.static = type(base).__name__, static
         self.cache_argument = cache_argument(base)
         self.config = text_config(base)
         self.reach = layer_reach(self.config)
         self.embed: Any = base.get_input_embeddings()  # tokens (…) → (…, H)
         self.device = self.embed.weight.device
         self.mask_dict = takes_mask_dict(base)
-        self.recurrent = recurrent_modules(base) if has_state(base) else ()
-        self.limit = 0
+        self.has_state = has_state(base)
+        self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
         self.offset: Tensor | None = None
         self._last_position: Tensor  # (B, 1) of each row, on the device, so that a compiled step serves every limit
         self.prompt_lengths: Tensor
@@ -97,12 +82,6 @@ class Target:
     def prefill(
         self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
     ) -> TargetOutput:
-        """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens will follow: as many in each row,
-        or so many in each.
-
-        inputs: what the model takes besides ids. Returns the logits after each row's last token, (B, 1, V), and
-        features (B, T, F).
-        """
         inputs = inputs or ModelInputs()
         columns = ids.shape[1]
         if isinstance(room, int):
@@ -129,9 +108,8 @@ class Target:
         # Packed left, a causal prompt needs no mask of ours: padding comes after all that it could disturb. The base
         # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
-        capacity = self.limit + self.scratch
         self.cache = TreeCache(
-            cache_layers(self.config), self.scratch, capacity, static=self.static,
+            cache_layers(self.config), self.scratch, self.capacity, static=self.static,
             recurrent=self.recurrent, number_of_states=getattr(self.config, "number_of_conv_states", 1),
         )  # fmt: skip
         if self.cache.recurrent is not None:
@@ -153,10 +131,6 @@ class Target:
 
     @torch.no_grad()
     def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: Sequence[int]) -> TargetOutput:
-        """Put new prompts in the place of rows (R,): ids (R, T) of lengths (R,), as `prefill` takes and returns them.
-
-        The base's positions must not depend on the length of the text (`switch`), nor prompts hold more than ids.
-        """
         cache = self.cache
         self.limit = max(self.limit, ids.shape[1] + max(room))
         last = (lengths + ids.new_tensor(room) - 2).unsqueeze(1)
@@ -174,6 +148,14 @@ class Target:
         lengths = torch.tensor([len(row) for row in rows], device=device)
         ids = torch.tensor([[*row, *[0] * (columns - len(row))] for row in rows], device=device)
         self._forward_prompts(ids, lengths, ModelInputs())
+
+    @property
+    def vocab_size(self) -> int:
+        return vocabulary_size(self.base)
+
+    @property
+    def capacity(self) -> int:
+        return self.limit + self.scratch
 
     @property
     def last_position(self) -> int:
@@ -196,12 +178,10 @@ class Target:
             )
 
     def prepare(self, bound: int) -> None:
-        """Make room for a step, on the host. bound: no row has more committed tokens."""
         self.cache.prepare(bound)
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> TargetOutput:
-        """One pass over all nodes of the tree: logits (B, N, V), features (B, N, F)."""
         if tree.num_nodes > self.scratch:
             raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
         cache, topology = self.cache, tree.topology

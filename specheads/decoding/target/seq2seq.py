@@ -17,10 +17,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
 from specheads.decoding.target.arguments import CACHE_NAMES, cache_argument, forward_arguments
-from specheads.decoding.target.causal import Target, TargetOutput
-from specheads.decoding.target.hf_base import UnsupportedModel, text_config
+from specheads.decoding.target.causal import Target
+from specheads.decoding.target.hf_base import UnsupportedModel, text_config, vocabulary_size
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.slot_cache import SlotCache
+from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
 
 # What a pass costs beyond its columns, in columns: measured on a CPU with models the size of T5-small (35) and
@@ -96,8 +97,8 @@ def make_target(
     source: Source | None = None,
     decoder_mask: Tensor | None = None,
     static: bool = False,
-) -> Target:
-    """The Target for a base: with a source for an encoder-decoder, without one for a decoder-only model.
+) -> Target | Seq2SeqTarget:
+    """The verifier for a base: with a source for an encoder-decoder, without one for a decoder-only model.
 
     static: as in `Target`; an encoder-decoder's is never.
     Raises UnsupportedModel for a base that cannot be served, and for tapped layers of an encoder-decoder.
@@ -122,7 +123,7 @@ def refuse_branching(base: PreTrainedModel, plan: Plan) -> None:
         )
 
 
-class Seq2SeqTarget(Target):
+class Seq2SeqTarget(Verifier):
     """The decoder of an encoder-decoder as verifier of chains, over a cache in which slot t holds position t.
 
     These models take no position_ids: the decoder derives positions (T5's relative bias, BART's learnt table) from
@@ -132,8 +133,10 @@ class Seq2SeqTarget(Target):
     An accepted chain is already in its slots, so committing is counting.
 
     The caller runs the encoder, once (`Source`). Keys and values of cross-attention are computed in prefill.
-    active (B,): the rows whose outputs matter, None for all. Others are left out of passes and get zero logits.
+    Rows that are not `active` are left out of passes and get zero logits.
     """
+
+    is_encoder_decoder = True
 
     def __init__(
         self, base: PreTrainedModel, source: Source, *, scratch: int = 1, decoder_mask: Tensor | None = None
@@ -143,25 +146,28 @@ class Seq2SeqTarget(Target):
         Raises UnsupportedModel, with the reason, for a model that cannot be served.
         """
         refuse_unsupported(base)
-        self.base, self.layers, self.scratch = base, (), scratch
+        self.base, self.scratch = base, scratch
+        self.name = type(base).__name__
         self.cache_argument = cache_argument(base)
-        self.config = text_config(base)
-        weight: Any = base.get_input_embeddings().weight
-        self.device = weight.device
-        self.source, self.decoder_mask = source, decoder_mask
-        self.limit = 0
-        self.cache: SlotCache  # type: ignore[assignment]
+        self.source, self.source_ids, self.decoder_mask = source, source.ids, decoder_mask
+        self.cache: SlotCache
         self._cross: Any
         self._cross_of_all: list[tuple[Any, Any]]  # per layer, its keys and values of all rows
+
+    @property
+    def vocab_size(self) -> int:
+        return vocabulary_size(self.base)
+
+    @property
+    def last_position(self) -> int:
+        """The last position that is fed: the text's last token comes after it and is never fed."""
+        return self.limit - 2
 
     @torch.no_grad()
     def prefill(
         self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
     ) -> TargetOutput:
-        """Commit decoder prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
-
-        Returns the logits after each row's last token, (B, 1, V).
-        """
+        """As `Verifier` has it, of decoder prompts; there are no features."""
         self.limit = ids.shape[1] + (room if isinstance(room, int) else max(room))
         self._cross, self._cross_of_all = DynamicCache(), []
         self.cache = SlotCache(len(ids), self.limit, torch.zeros_like(lengths))
@@ -197,9 +203,6 @@ class Seq2SeqTarget(Target):
         start = [length + levels.depth for length in self.cache.lengths.tolist()]
         levels.depth += 1
         return TargetOutput(self._feed(tokens, start), self._no_features(tokens))
-
-    def prepare(self, bound: int) -> None:
-        """Nothing: this cache makes room as it is written."""
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Keep the first length (B,) nodes of the chains last fed. A chain needs no path."""

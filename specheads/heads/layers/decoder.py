@@ -136,7 +136,7 @@ def keep_committed(
     if "cache" in memory:
         cache = memory["cache"]
         return write(cache, cache.append(columns, context.new), False), cache
-    cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity, static=target.cache.static)
+    cache = memory["cache"] = TreeCache(num_layers, scratch, target.capacity, static=target.static)
     # A row that ends may exceed the limit by one path, and is then fed a path of padding along with the other rows.
     if rotary is not None:
         rotary.ensure(target.limit + 2 * scratch, hidden)

@@ -1,0 +1,101 @@
+"""The verifier protocol: all that decoding asks of a target.
+
+Shapes: B batch rows, R of them refilled, T prompt columns, N tree nodes, P = depth of the tree + 1, V vocabulary,
+H hidden size, F = tapped layers × hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specheads.decoding.target.hf_base import UnsupportedModel
+from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.target.rope_switch import RopeSwitch
+from specheads.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """logits (B, N, V); features (B, N, F), the tapped layers concatenated in the order asked for."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class Verifier(Protocol):
+    """A target as the verifier of draft trees: `Target`, `Seq2SeqTarget`, `RecordedTarget` or your own.
+
+    All that the loop and drafters ask of it is here; compiled steps take a `Target`. `name`, `vocab_size`, `prefill`,
+    `verify` and `commit` are required. The others have the values below in subclasses.
+
+    name: what messages call it. vocab_size: V.
+    limit: tokens that no text gets past, set by `prefill` and `refill`. capacity: slots that a drafter's cache of the
+      same texts needs.
+    static: the shapes of passes repeat, as a compiled step needs it.
+    is_encoder_decoder: each row has a source beside its text. source_ids: these sources, unpadded, on the host; None
+      without any or if unknown.
+    has_state: recurrent layers carry a state from token to token.
+    active (B,): the rows whose outputs matter, None for all. The loop sets it before each step.
+    switch: if positions depend on the length of the texts, else None; set by `prefill`.
+    """
+
+    name: str
+    limit: int = 0
+    static: bool = False
+    is_encoder_decoder: bool = False
+    source_ids: list[list[int]] | None = None
+    has_state: bool = False
+    active: Tensor | None = None
+    switch: RopeSwitch | None = None
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def capacity(self) -> int:
+        return self.limit
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
+    ) -> TargetOutput:
+        """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens will follow: as many in each row,
+        or so many in each.
+
+        inputs: what the model takes besides ids. Returns the logits after each row's last token, (B, 1, V), and
+        features (B, T, F).
+        """
+        ...
+
+    def prepare(self, bound: int) -> None:
+        """Make room for a step, on the host. bound: no row has more committed tokens."""
+        return
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """One pass over all nodes of the tree: logits (B, N, V), features (B, N, F)."""
+        ...
+
+    def commit(self, path: Tensor, length: Tensor) -> None:
+        """Add the first length (B,) nodes of path (B, P) to the committed text, and drop the rest of the tree."""
+        ...
+
+    def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: Sequence[int]) -> TargetOutput:
+        """Put new prompts in the place of rows (R,): ids (R, T) of lengths (R,), as `prefill` takes and returns them.
+
+        Positions must not depend on the length of the texts (`switch`), nor prompts hold more than ids.
+        """
+        raise UnsupportedModel(f"{self.name} takes no new prompts in the rows of finished ones")
+
+    def reread(self, rows: list[list[int]]) -> None:
+        """Commit the texts of all rows anew, where the `switch` says so."""
+        return
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens (…) → their input embeddings (…, H), for drafters that want `layers`."""
+        raise UnsupportedModel(f"{self.name} has no embeddings to draft from")
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Last hidden states (…, H) → logits (…, V), for drafters that want `layers`."""
+        raise UnsupportedModel(f"{self.name} has no language-model head to draft with")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,34 +125,57 @@ def _measured(run: Record) -> list[str]:
         if run.restored_step is None or log.get("step", 0) <= run.restored_step:
             last |= {name: value for name, value in log.items() if name.startswith("eval_")}
     last |= run.results
-    parts = []
-    if (length := last.get("eval_accepted_length")) is not None:
-        parts.append(f"Accepted length of a greedy chain on held-out rows, bonus token included: **{length:.2f}**.")
+    sets = _held_out_sets(last)
+    parts = [
+        f"Accepted length of a greedy chain on held-out rows{f' ({name})' if name else ''}, bonus token included: "
+        f"**{last[f'{prefix}accepted_length']:.2f}**."
+        for name, prefix in sets.items()
+    ]
     if (measured := last.get("parity_measured")) is not None:
         parts.append(f"The same in real decoding at the end of the run: {measured:.2f}.")
     if (served := last.get("parity_served")) is not None:
         parts.append(f"With the tree that it drafts by default: {served:.2f}.")
-    depths: list[str] = []
-    while (share := last.get(f"eval_accuracy_depth_{len(depths) + 1}")) is not None:
-        conditional = last.get(f"eval_conditional_accuracy_depth_{len(depths) + 1}")
-        depths.append(f"| {len(depths) + 1} | {share:.3f} | {'' if conditional is None else f'{conditional:.3f}'} |")
-    if depths:
-        head = "| depth | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
-        parts.append("\n".join([head, *depths]))
+    parts += [_depth_table(last, name, prefix) for name, prefix in sets.items()]
     steps = [log["step"] for log in run.history if "step" in log]
     if run.restored_step is not None and parts and max(steps, default=0) > run.restored_step:
         parts.append(f"The head is that of step {run.restored_step} of {max(steps)}, the best of the run.")
-    evaluated = [log for log in run.history if "eval_accepted_length" in log and "step" in log]
-    if len(evaluated) > 1:
-        kept = sorted({round(i * (len(evaluated) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)})
-        shown = [
-            (log["step"], log["eval_accepted_length"], log.get("eval_loss")) for log in map(evaluated.__getitem__, kept)
-        ]
-        rows = [f"| {step} | {length:.2f} | {'' if loss is None else f'{loss:.4g}'} |" for step, length, loss in shown]
-        parts.append("\n".join(["| step | accepted length | loss |\n|---:|---:|---:|", *rows]))
+    parts += [_step_table(run.history, name, prefix) for name, prefix in sets.items()]
     if run.curves:
         parts.append(f"![loss, accepted length and accuracy over the steps]({CURVES})")
+    parts = [part for part in parts if part]
     return [f"## Measured\n\n{parts[0]}", *parts[1:]] if parts else []
+
+
+def _held_out_sets(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Name → what its figures begin with, `eval_NAME_`, of each held-out set; the name of a single one may be ""."""
+    found = (re.fullmatch(r"(eval_(?:(.+)_)?)accepted_length", figure) for figure in figures)
+    return {match[2] or "": match[1] for match in found if match}
+
+
+def _depth_table(figures: Mapping[str, Any], name: str, prefix: str) -> str:
+    """The accuracy at each depth on one held-out set; "" where it was not measured."""
+    rows: list[str] = []
+    while (share := figures.get(f"{prefix}accuracy_depth_{len(rows) + 1}")) is not None:
+        conditional = figures.get(f"{prefix}conditional_accuracy_depth_{len(rows) + 1}")
+        rows.append(f"| {len(rows) + 1} | {share:.3f} | {'' if conditional is None else f'{conditional:.3f}'} |")
+    depth = f"depth, {name}" if name else "depth"
+    head = f"| {depth} | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
+    return "\n".join([head, *rows]) if rows else ""
+
+
+def _step_table(history: Sequence[Mapping[str, Any]], name: str, prefix: str) -> str:
+    """The course of one held-out set over the run; "" for fewer than two evaluations."""
+    evaluated = [log for log in history if f"{prefix}accepted_length" in log and "step" in log]
+    if len(evaluated) < 2:
+        return ""
+    kept = sorted({round(i * (len(evaluated) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)})
+    shown = [
+        (log["step"], log[f"{prefix}accepted_length"], log.get(f"{prefix}loss"))
+        for log in map(evaluated.__getitem__, kept)
+    ]
+    rows = [f"| {step} | {length:.2f} | {'' if loss is None else f'{loss:.4g}'} |" for step, length, loss in shown]
+    step = f"step, {name}" if name else "step"
+    return "\n".join([f"| {step} | accepted length | loss |\n|---:|---:|---:|", *rows])
 
 
 def _trained(config: SpecConfig, run: Record) -> list[str]:

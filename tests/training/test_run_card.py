@@ -15,11 +15,11 @@ from tests.support.markdown import blocks
 from tests.support.trainers import rows, trainer_of
 
 
-def run_beside(shipped, folder, **options):
+def run_beside(shipped, folder, held_out=None, **options):
     """A run of two checkpoints, each after an evaluation."""
     model = convert(AutoModelForCausalLM.from_pretrained(shipped / "base"), "eagle3", steps=2)
     settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer = trainer_of(folder, model, rows(4, 1, (6, 12)), **{**settings, **options})
+    trainer = trainer_of(folder, model, held_out or rows(4, 1, (6, 12)), **{**settings, **options})
     trainer.train()
     trainer.save_model()
     return trainer
@@ -40,6 +40,22 @@ def test_a_restored_head_has_its_own_figures_and_the_card_names_its_step(shipped
     assert f"**{first['eval_accepted_length']:.2f}**" in text
     assert "head is that of step 2 of 4, the best of the run" in text
     assert f"| 4 | {last['eval_accepted_length']:.2f} | {last['eval_loss']:.4g} |" in text
+
+
+def test_a_card_has_the_figures_of_each_of_several_held_out_sets(shipped, tmp_path):
+    sets = {"prose": rows(4, 1, (6, 12)), "code": rows(4, 2, (6, 12))}
+    trainer = run_beside(shipped, tmp_path / "run", sets)
+    text = (tmp_path / "run" / "README.md").read_text("utf8")
+    for name in sets:
+        first, last = (entry for entry in trainer.state.log_history if f"eval_{name}_loss" in entry)
+        length, loss = (last[f"eval_{name}_{figure}"] for figure in ("accepted_length", "loss"))
+        assert f"held-out rows ({name}), bonus token included: **{length:.2f}**" in text
+        depths, steps = (
+            text.partition(f"| {column}, {name} |")[2].partition("\n\n")[0] for column in ("depth", "step")
+        )
+        assert f"\n| 1 | {last[f'eval_{name}_accuracy_depth_1']:.3f} |" in depths
+        assert f"\n| 2 | {first[f'eval_{name}_accepted_length']:.2f} |" in steps
+        assert f"\n| 4 | {length:.2f} | {loss:.4g} |" in steps
 
 
 def folder_of(run):

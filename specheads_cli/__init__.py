@@ -7,8 +7,10 @@ Importing any part of specheads imports transformers, whose Auto classes must kn
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import typer
 
@@ -54,6 +56,17 @@ def run(args: Sequence[str] | None = None) -> int:
     return 2
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: a KeyboardInterrupt, but while something is imported, as torch is for some seconds, the end. numpy and
+    transformers would take the exception for their own, and go on or fail later in words about something else."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, b"specheads: stopped\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `<&-`
@@ -63,4 +76,6 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a question mark
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments: whoever reads it names what is not UTF-8
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in a shell's background it is ignored
+        signal.signal(signal.SIGINT, _stop)
     sys.exit(run())

@@ -10,6 +10,7 @@ import typer
 
 import specheads_cli as cli
 from tests.support.command_line import run
+from tests.support.paths import ROOT
 
 COMMANDS = (
     "doctor",
@@ -203,3 +204,17 @@ def test_the_program_ends_with_the_exit_code_and_one_line():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "specheads: No such command 'inffo'. Did you mean 'info'?\n"
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    """However the import takes it: here as numpy may, which loses the interrupt and fails on something else."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt: raise ImportError('cannot load module more than once per process') from None\n"
+    )
+    listening = "import signal, specheads_cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", listening + "specheads_cli.main()", "info", "somewhere"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "specheads: stopped\n")

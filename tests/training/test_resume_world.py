@@ -2,11 +2,13 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 
 from specheads.training.resume import ResumeError, Unlogged, Writers
 from tests.support.trainers import logged, model_of, rows, same, trainer_of, weights
@@ -73,6 +75,37 @@ def test_processes_that_evaluate_before_they_train_train_together(tmp_path):
     (first, logs), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in "01")
     assert same(first, second) and logs == 2
     assert not same(first, weights(model_of()))
+
+
+class Stream(IterableDataset):
+    """Rows of one length, of which nobody knows the number beforehand."""
+
+    def __init__(self, count):
+        self.rows = rows(count, 1, lengths=(8, 9))
+
+    def __iter__(self):
+        yield from self.rows
+
+
+def evaluate_streams(folder, counts, **options):
+    """What evaluations of streams of so many rows report, and how many tokens a run over the last of them learnt."""
+    data = Stream(counts[-1])
+    trainer = trainer_of(folder / "run", data=data, per_device_eval_batch_size=2, **options)
+    figures = [trainer.evaluate(Stream(count)) for count in counts]
+    trainer.train()
+    if trainer.is_world_process_zero():
+        torch.save((figures, logged(trainer, "tokens_seen")), folder / f"by-{trainer.args.world_size}.pt")
+
+
+def test_rows_of_a_stream_that_fill_the_last_batch_up_count_once(tmp_path):
+    counts = 4, 5, 6, 7
+    evaluate_streams(tmp_path, counts, max_steps=2, per_device_train_batch_size=4)
+    forked(2, partial(evaluate_streams, max_steps=2), tmp_path, counts)
+    (alone, seen), (together, seen_together) = (torch.load(tmp_path / f"by-{n}.pt") for n in (1, 2))
+    for count, one, two in zip(counts, alone, together, strict=True):
+        for name in ("eval_loss", "eval_accepted_length", "eval_accuracy_depth_1"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4), (count, name)
+    assert seen == seen_together
 
 
 def test_sums_of_processes_that_are_no_more_are_not_taken_over(tmp_path):

@@ -88,7 +88,18 @@ def resume_hint(output_dir: Any) -> str:
     folder = last_finished(output_dir)
     if folder is None:
         return "no checkpoint was saved before it (training.save_steps says how often)"
+    if holds_head_alone(folder):
+        return f"{folder} holds the head alone (training.save_only_model=true): {begin_from_head(folder)}"
     return f"{folder} is whole: resume from it with training.resume_from_checkpoint=auto"
+
+
+def holds_head_alone(checkpoint: Path) -> bool:
+    """Whether training.save_only_model=true left out what a run resumes with, random states among it."""
+    return not any(checkpoint.glob("rng_state*.pth"))
+
+
+def begin_from_head(checkpoint: Path) -> str:
+    return f"begin a new run from its head: head=null init_from={checkpoint}"
 
 
 def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
@@ -101,6 +112,11 @@ def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, he
         return (
             f"stopped at step {step}; no checkpoint was saved yet (training.save_strategy and training.save_steps say "
             "when one is)"
+        )
+    if holds_head_alone(folder):
+        return (
+            f"stopped at step {step}; checkpoint {folder}, of the head alone (training.save_only_model=true); "
+            f"{begin_from_head(folder)}"
         )
     point = "auto" if folder == last_finished(output_dir) else folder
     return (

@@ -17,6 +17,7 @@ from specheads.models.base.fingerprint import differences
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG
 from specheads.options import shown
+from specheads.training.errors import begin_from_head
 
 DECODING = ("tree", "draft_depth")  # options of a head that say nothing of its training
 MOST_ROWS = 1000  # that a checksum of the data reads
@@ -100,7 +101,7 @@ def refuse_head_alone(checkpoint: Path, kind: str) -> None:
 
 
 def begin_anew(checkpoint: Path) -> str:
-    return f"or begin a new run from its head: head=null init_from={checkpoint}"
+    return f"or {begin_from_head(checkpoint)}"
 
 
 def data_mark(rows: Any) -> str | None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from specheads.training.errors import TrainingStopped, last_finished
+from specheads.training.errors import TrainingStopped, last_finished, resume_hint
 from specheads.training.run import prepare
 from tests.support.heads_on_disk import in_new_process
 from tests.support.killable_fork import fork
@@ -244,6 +245,18 @@ def test_a_stopped_run_resumes_from_its_own_checkpoint_and_not_from_that_of_an_e
     assert anew.endswith(f"training.resume_from_checkpoint={tmp_path}/checkpoint-2")  # auto would be the other run's
     assert prepare(options(tmp_path, folder)).train()["train_loss"] > 0
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_that_saves_the_head_alone_says_how_to_begin_from_it(folder, tmp_path):
+    """Resuming would be refused: there is no optimizer."""
+    alone = {"resume_from_checkpoint": None, "save_only_model": True}
+    said, saved = interrupted(options(tmp_path, folder, **alone), 3), tmp_path / "checkpoint-2"
+    assert said.startswith(f"stopped at step 3; checkpoint {saved}, ") and "resume" not in said
+    assert said.endswith(f"head=null init_from={saved}") and resume_hint(tmp_path).endswith(said.partition("); ")[2])
+    wanted = options(tmp_path / "anew", folder, max_steps=1, resume_from_checkpoint=None)
+    begun = prepare(replace(wanted, head=None, init_from=str(saved)))
+    kept = load_file(saved / "model.safetensors")
+    assert all(torch.equal(kept[f"head.{name}"], t) for name, t in begun.trainer.model.head.state_dict().items())
 
 
 # --- alone ---

@@ -31,6 +31,7 @@ from specheads.models.files import (
     WEIGHTS,
     CheckpointError,
     absolute,
+    is_local,
     make_portable,
     read_table,
     refuse_below_file,
@@ -93,9 +94,23 @@ def save_default_tree(directory: Any, tree: tuple[tuple[int, ...], ...]) -> None
     _write(saved.folder, saved.config.to_diff_dict(), saved.tensors)
 
 
+def correct_copied_name(source: Path, copy: Path) -> None:
+    """Where config.json in `copy` is that of the checkpoint in `source`, name a local base by its path from there."""
+    text, path = (source / CONFIG).read_text("utf8"), copy / CONFIG
+    name = json.loads(text)["base_model_name_or_path"]
+    if not path.is_file() or path.read_text("utf8") != text or not name or not is_local(name):
+        return
+    config = json.loads(text) | {"base_model_name_or_path": make_portable(str(source / name), copy)}
+    _write_config(copy, config)
+
+
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     with replacing(folder / WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
+    _write_config(folder, config)
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     with replacing(folder / CONFIG) as path:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf8")
 

@@ -1,5 +1,6 @@
 """The hub as transformers' Trainer uploads to it."""
 
+from concurrent.futures import Future
 from pathlib import Path
 
 
@@ -12,5 +13,7 @@ def catch_uploads(patch, uploaded):
 
         def upload_folder(self, folder_path, **options):
             uploaded(Path(folder_path))
+            (done := Future()).set_result(None)
+            return done
 
     patch.setattr("transformers.trainer.hf_api", Hub)

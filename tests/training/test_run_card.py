@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from specheads import convert
+from specheads import SpecModel, convert
 from specheads.models.card import base_license
 from specheads.training.report import card
 from specheads.training.report.card import is_ours
@@ -111,6 +111,22 @@ def test_an_upload_by_the_trainer_has_the_heads_own_card(shipped, tmp_path, monk
     assert ["license: mit" in text for text in cards] == [False, True]
     with pytest.raises(TypeError, match="leave out dataset_tags"):
         trainer.push_to_hub(dataset_tags="own")
+
+
+def test_a_head_that_transformers_copies_into_the_runs_folder_finds_its_base(shipped, tmp_path, monkeypatch):
+    """As it does before it uploads a checkpoint: the base of the copy is at another relative path."""
+    catch_uploads(monkeypatch, lambda folder: None)
+
+    class Loads(TrainerCallback):
+        found = 0
+
+        def on_save(self, args, state, control, **kwargs):
+            for folder in (tmp_path / "e3", tmp_path / "e3" / f"checkpoint-{state.global_step}"):
+                assert SpecModel.from_pretrained(folder).base.name_or_path == str(shipped / "base")
+            self.found += 1
+
+    run_beside(shipped, tmp_path / "e3", push_to_hub=True, callbacks=[saved := Loads()])
+    assert saved.found == 2
 
 
 def test_a_card_cut_short_by_a_full_disk_is_not_taken_for_the_users(run, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.base.frozen_base import explain_frozen, is_frozen_base
 from specheads.models.base.lora import is_adapter
 from specheads.models.card import Record
+from specheads.models.checkpoint import correct_copied_name
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.distributed import deepspeed as zero
@@ -356,6 +357,12 @@ class SpecTrainer(Trainer):
             folder = output_dir or self.args.output_dir
             model.save_pretrained(folder, state_dict=state_dict)
             run_card.write(Path(str(folder)), model, self.record())
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As in transformers, which copies the head into the run's folder and uploads that."""
+        super()._push_from_checkpoint(checkpoint_folder)
+        if self.is_world_process_zero():
+            correct_copied_name(Path(checkpoint_folder), Path(str(self.args.output_dir)))
 
     def create_model_card(  # type: ignore[override]
         self, *, license: str | None = None, model_name: str | None = None, **options: Any

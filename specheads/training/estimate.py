@@ -18,13 +18,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specheads.decoding.target.hf_base import text_config
-from specheads.decoding.target.state_size import state_size
 from specheads.heads import DraftHead
 from specheads.heads.layers.block import decoder_layers
 from specheads.hub import options as hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
 from specheads.models.base.loading import load_config
+from specheads.models.base.state_size import state_size
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
-from specheads.decoding.target.state_size import state_size
 from specheads.heads import HEADS
 from specheads.hub import did_you_mean
 from specheads.models import saved_head
+from specheads.models.base.state_size import state_size
 from specheads.models.costs import cost_files
 from specheads.models.files import CheckpointError
 from specheads.models.formats.importing import ForeignCheckpoint, find_foreign

@@ -7,8 +7,8 @@ from transformers import AutoConfig
 from specheads import Target
 from specheads.decoding.planner import chain
 from specheads.decoding.planner.static import parallel_chains
-from specheads.decoding.target.state_size import state_size
 from specheads.decoding.tree import DraftTree
+from specheads.models.base.state_size import state_size
 from specheads.models.convert import convert
 from specheads.training.estimate import estimate
 from specheads.training.recipe.recipe import read_recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
@@ -18,6 +18,7 @@ from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.heads.vocabulary import draft_offsets
 from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
+from specheads.models.base.loading import auto_class
 from specheads.models.base.lora import JointConfig, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, read_header, read_tensors
@@ -105,7 +106,7 @@ def read_configs(source: Any, base_config: PreTrainedConfig) -> tuple[HeadConfig
         saved = read(source)
         return saved.head, None if saved.config.joint is None else JointConfig.of(saved.config.joint)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(base_config)
+        base = auto_class(base_config).from_config(base_config)
     return foreign.head_config(base), None
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import psutil  # accelerate's own dependency
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
@@ -23,7 +22,7 @@ from specheads.heads.layers.block import decoder_layers
 from specheads.hub import options as hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
-from specheads.models.base.loading import load_config
+from specheads.models.base.loading import auto_class, load_config
 from specheads.models.base.state_size import state_size
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
@@ -135,7 +134,7 @@ def _build_without_weights(recipe: Recipe) -> tuple[Any, SpecModel]:
         options, joint = saved_head.read_configs(recipe.init_from, config)
     assert options is not None
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
+        base = auto_class(config).from_config(config)
         return config, convert(base, options, init=False, lora=joint)
 
 

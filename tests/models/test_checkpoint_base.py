@@ -17,7 +17,7 @@ from specheads.models import checkpoint
 from specheads.models.base.fingerprint import differences
 from tests.support.families import DELTA
 from tests.support.heads_on_disk import edit_config, same, trained
-from tests.support.tiny_models import tiny_llama, with_adapter
+from tests.support.tiny_models import tiny_llama, tiny_llava, with_adapter
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -183,15 +183,9 @@ def test_fingerprints_differ_in_what_both_know_alone():
 
 def seeing(name):
     """A tiny random model that reads images too, of a config that names no other class (Llava) or one without them."""
-    torch.manual_seed(0)
     if name == "Llava":
-        tower = transformers.CLIPVisionConfig(
-            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
-            patch_size=4, projection_dim=8,
-        )  # fmt: skip
-        text = tiny_llama(num_hidden_layers=2).config
-        config = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=96)
-        return transformers.LlavaForConditionalGeneration(config).eval()
+        return tiny_llava(num_hidden_layers=2)
+    torch.manual_seed(0)
     text = {
         **DELTA, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

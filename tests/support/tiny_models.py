@@ -4,7 +4,17 @@ import copy
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 def tiny_llama(**options):
@@ -17,6 +27,18 @@ def tiny_llama(**options):
     }  # fmt: skip
     # Weights larger than usual, so that greedy text varies instead of repeating one token.
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "initializer_range": 0.3, **options})).eval()
+
+
+def tiny_llava(**options):
+    """A random model that reads images too, of a config that no class without them has. options: of its text model."""
+    torch.manual_seed(0)
+    tower = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+        patch_size=4, projection_dim=8,
+    )  # fmt: skip
+    text = tiny_llama(**options).config
+    config = LlavaConfig(vision_config=tower, text_config=text, image_token_index=text.vocab_size - 1)
+    return LlavaForConditionalGeneration(config).eval()
 
 
 def with_adapter(**options):

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from specheads.decoding.target.arguments import cache_argument
 from specheads.decoding.target.hf_base import has_state
+from specheads.models.base.loading import auto_class
 
 TOKENS = 6  # of the pass that writes the states; their size does not depend on it
 
@@ -39,7 +40,7 @@ def state_size(config: Any, dtype: torch.dtype | str | None = None) -> StateSize
     layers, and where the states are kept outside transformers' own cache: such a base is refused."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):  # sizes only: nothing is allocated, and no number may be read
-        base = AutoModelForCausalLM.from_config(deepcopy(config), **options)
+        base = auto_class(config).from_config(deepcopy(config), **options)
         if not has_state(base):
             return None
         if hasattr(base, "set_experts_implementation"):

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from specheads.heads.layers.block import decoder_layers, final_norm
+from specheads.models.base.loading import auto_class
 from specheads.training.features.shards import CHECKSUM, FeatureError, check_contents, write_tensors
 
 FOLDER, WEIGHTS = "base", "kept.safetensors"
@@ -34,7 +35,7 @@ def save_base_parts(base: PreTrainedModel, folder: Path) -> None:
 def kept_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """What `save_base_parts` will write of a base of this config, loaded in that dtype, by its sizes alone."""
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base = auto_class(config).from_config(config, dtype=dtype)
     return sum(t.numel() * t.element_size() for t in _kept(base).values())
 
 
@@ -117,9 +118,9 @@ class KeptBase(nn.Module):
 
 def skeleton(folder: Path) -> PreTrainedModel:
     """The base with the weights of its last layer alone: what a head starts from. It cannot run."""
-    tensors = _read(folder)
+    tensors, config = _read(folder), AutoConfig.from_pretrained(folder / FOLDER)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / FOLDER))
+        base: PreTrainedModel = auto_class(config).from_config(config)
     base.set_input_embeddings(nn.Embedding.from_pretrained(tensors["embed"]))
     base.set_output_embeddings(_linear(tensors))
     layers = decoder_layers(base)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from specheads.hub import options as hub_options
-from specheads.models.base.loading import as_dtype
+from specheads.models.base.loading import as_dtype, load_language_model
 from specheads.models.base.quantized import quantization
 from specheads.training.recipe.recipe import Recipe
 
@@ -23,7 +23,7 @@ def load_base(recipe: Recipe) -> PreTrainedModel:
         if dtype == "auto":
             dtype = getattr(AutoConfig.from_pretrained(recipe.base, **hub), "dtype", None) or torch.float32
         options["quantization_config"] = quantization(recipe.bits, dtype)
-    return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
+    return load_language_model(recipe.base, **options)
 
 
 def padding_id(tokenizer: Any) -> int:

@@ -8,18 +8,18 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from specheads.data.rows import Row, truncate
 from specheads.decoding.generation.many import generate_many
 from specheads.hub import options as hub_options
+from specheads.models.base.loading import load_language_model
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask
 
 
 def load(options: Options) -> Any:
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype, **hub_options(options.base))
+    base: Any = load_language_model(options.base, dtype=dtype, **hub_options(options.base))
     return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

@@ -117,7 +117,7 @@ def test_every_limit_and_every_eos_cuts_drafts_where_hugging_face_stops(model, b
     inputs = BATCHES[batch]
     columns = inputs["input_ids"].shape[1]
     whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
-    for limit in range(1, 12):
+    for limit in (*range(1, 12), 6.0, 6.5):  # a quotient is a fraction
         options = {"do_sample": False, "max_new_tokens": limit}
         expected = model.base.generate(**inputs, **options)
         assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)

@@ -6,6 +6,7 @@ Shapes: B batch rows, T prompt columns.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ class Stopping:
                 self.others.append(criterion)
         if not limits:
             raise ValueError("generation has no length limit; give max_new_tokens or max_length")
-        self.limit = max(1, min(limits) - self.columns)
+        self.limit = max(1, math.ceil(min(limits)) - self.columns)  # transformers takes fractions too
 
     def __call__(self, row: int, ids: list[int], count: int) -> int:
         generated = ids[self.lengths[row] :]

@@ -180,6 +180,11 @@ def test_a_size_that_is_no_whole_number_is_refused(make, given):
         make()
 
 
+def test_one_number_for_the_levels_of_a_sampled_tree_is_refused():
+    with pytest.raises(TypeError, match=r"^branches=3 must be a number for each level, such as \(2, 2, 1\)$"):
+        SampledTree(3)
+
+
 def test_the_largest_plan_there_is_decodes(model):
     inputs = BATCHES["one"]
     expected = model.base.generate(**inputs, do_sample=False, max_new_tokens=20)

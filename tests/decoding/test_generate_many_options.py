@@ -154,9 +154,11 @@ def test_without_a_seed_torchs_own_governs():
         ),
         ([[3]] * 3, {"seed": [1, 2], "do_sample": True}, ValueError, "seed= has 2 numbers for 3 prompts"),
         ([[3]] * 3, {"max_new_tokens": [1, 2]}, ValueError, "max_new_tokens= has 2 numbers for 3 prompts"),
-        ([[3]] * 2, {"max_new_tokens": [1, 0]}, ValueError, "prompt 1: max_new_tokens=0 must be at least 1"),
+        ([[3]] * 2, {"max_new_tokens": [1, 0]}, ValueError, "prompt 1: max_new_tokens=0 must be a number of at"),
+        ([[3]] * 2, {"max_new_tokens": [1, None]}, ValueError, "prompt 1: max_new_tokens=None must be a number"),
         ([[3]], {"seed": [1.5], "do_sample": True}, TypeError, r"seed=\[1.5\] must be a whole number"),
         ([[3]], {"batch_size": 0}, ValueError, "batch_size=0 must be at least 1 prompt"),
+        ([[3]], {"batch_size": 2.5}, TypeError, "batch_size=2.5 must be a whole number"),
         ([[3]], {"num_beams": 2}, ValueError, "beam search does not combine with refilled batches"),
         ([[3]], {"num_return_sequences": 2}, ValueError, "one text for each prompt, not num_return_sequences=2"),
         (

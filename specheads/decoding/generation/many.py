@@ -33,6 +33,7 @@ from specheads.decoding.probs.processors import adapt, possibly_stateful
 from specheads.decoding.probs.randomness import row_seed, seeds_for
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.decoding.target.rope_switch import rope_switch
+from specheads.options import require_whole
 
 logger = hf_logging.get_logger(__name__)
 
@@ -93,6 +94,7 @@ def generate_many(
     ValueError and TypeError name the index of the prompt.
     """
     base = unwrapped(base)
+    require_whole("batch_size", batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1 prompt")
     decoding = Decoding.parse(

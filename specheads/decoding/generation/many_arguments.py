@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ def check_limits(options: Mapping[str, Any], count: int) -> None:
         raise ValueError(
             f"max_new_tokens= has {len(limits)} numbers for {count} prompts; give one for each, or a single one"
         )
-    if low := [index for index, limit in enumerate(limits) if limit < 1]:
-        raise ValueError(f"prompt {low[0]}: max_new_tokens={limits[low[0]]} must be at least 1")
+    if low := [index for index, limit in enumerate(limits) if not isinstance(limit, Real) or limit < 1]:
+        raise ValueError(f"prompt {low[0]}: max_new_tokens={shown(limits[low[0]])} must be a number of at least 1")
 
 
 def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
+from specheads.options import shown
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class SampledTree:
     )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.branches, Sequence):
+            raise TypeError(f"branches={shown(self.branches)} must be a number for each level, such as (2, 2, 1)")
         if not self.branches:
             raise ValueError("branches=() must name at least one level, for instance (2, 2, 1)")
         require_at_most("levels of branches", len(self.branches), MAX_NODES - 1)

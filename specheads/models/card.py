@@ -96,8 +96,8 @@ def write(
     license: str | None = None,
 ) -> None:  # fmt: skip
     """Write README.md into `folder`, and the picture that it shows."""
-    (folder / "README.md").write_text(card(config, base, head, run, repo_id=repo_id, license=license), "utf8")
     found = run or run_of(config.name_or_path, head)
+    (folder / "README.md").write_text(card(config, base, head, found, repo_id=repo_id, license=license), "utf8")
     if found and (picture := Path(found) / CURVES).is_file():
         shutil.copyfile(picture, folder / CURVES)
 

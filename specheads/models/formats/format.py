@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
 from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
-from specheads.models.formats.files import Files, table
+from specheads.models.formats.config_values import table
+from specheads.models.formats.files import Files
 from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened
 

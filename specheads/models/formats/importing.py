@@ -16,7 +16,8 @@ from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import FORMATS
-from specheads.models.formats.files import Files, architectures
+from specheads.models.formats.config_values import architectures
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, read
 
 logger = hf_logging.get_logger(__name__)

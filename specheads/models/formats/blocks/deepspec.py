@@ -14,12 +14,14 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.files import Files, architectures, shown, whole
+from specheads.models.formats.config_values import architectures, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, output_matrix
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.positions import GGUF, SGLANG
 from specheads.models.formats.serving import llamacpp, vllm_gpu
+from specheads.options import shown
 
 ARCHITECTURE = "Qwen3DSparkModel"
 _LAYERS = "target_layer_ids"

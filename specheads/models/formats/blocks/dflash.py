@@ -16,12 +16,14 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.files import Files, architectures, flag, real, shown, table, whole
+from specheads.models.formats.config_values import architectures, flag, real, table, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
 from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
+from specheads.options import shown
 
 ARCHITECTURE = "DFlashDraftModel"
 _TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
+from specheads.models.formats.config_values import table, whole, wholes
 from specheads.models.formats.eagle.speculators import VERSION, nested_block, speculators_config
-from specheads.models.formats.files import Files, table, whole, wholes
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, vllm_gpu

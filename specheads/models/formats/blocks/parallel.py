@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, flag, shown, whole
+from specheads.models.formats.config_values import flag, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
+from specheads.options import shown
 
 _NORMS = ("input_layernorm", "q_norm", "k_norm")
 

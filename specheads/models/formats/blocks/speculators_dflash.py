@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.formats.blocks import parallel
 from specheads.models.formats.blocks.dspark import nested_config, nested_options
+from specheads.models.formats.config_values import flag
 from specheads.models.formats.eagle.speculators import VERSION
-from specheads.models.formats.files import Files, flag
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm

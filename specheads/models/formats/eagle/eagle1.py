@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.models.files import CheckpointError
+from specheads.models.formats.config_values import flag
 from specheads.models.formats.eagle import transformers4
-from specheads.models.formats.files import Files, flag
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embedding_scale
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions

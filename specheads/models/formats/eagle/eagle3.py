@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.files import CheckpointError
+from specheads.models.formats.config_values import architectures, flag, whole
 from specheads.models.formats.eagle import eagle3_config, transformers4
 from specheads.models.formats.eagle.eagle3_config import NORMS
-from specheads.models.formats.files import Files, architectures, flag, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embeddings_of, output_matrix
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, flag, shown, table
+from specheads.models.formats.config_values import flag, table
+from specheads.models.formats.files import Files
 from specheads.models.formats.parts.layer_ids import KEY
+from specheads.options import shown
 
 TABLE = "eagle_config"
 # Flags that move a norm, at the top and in the table → the option of heads here.

@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.models.files import CheckpointError
+from specheads.models.formats.config_values import table
 from specheads.models.formats.eagle import eagle3
-from specheads.models.formats.files import Files, shown, table
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.layer_ids import KEY
 from specheads.models.formats.serving import HUB_ID, base_name, vllm
+from specheads.options import shown
 
 VERSION = "0.9.0"
 

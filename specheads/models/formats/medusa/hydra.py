@@ -19,12 +19,14 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.layers.rope import rope_of
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, flag, shown, whole
+from specheads.models.formats.config_values import flag, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, count, scaled_embeddings
 from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals, vocabulary_refusals
 from specheads.models.formats.parts.decoder import block_names
 from specheads.models.formats.parts.positions import LINEAR
 from specheads.models.formats.serving import base_name
+from specheads.options import shown
 
 _PREFIX = "prefix_embeding_layer."  # sic
 _SIZES = (

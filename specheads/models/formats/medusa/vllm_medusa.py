@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, architectures, flag, real, whole
+from specheads.models.formats.config_values import architectures, flag, real, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, dtype_of
 from specheads.models.formats.medusa.fasterdecoding import block_names, tap_refusals
 from specheads.models.formats.parts import vocabulary

@@ -19,7 +19,8 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.models.files import CONFIG, CheckpointError, read_header, read_table
-from specheads.models.formats.files import Files, table
+from specheads.models.formats.config_values import table
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.mtp.beside import BaseFiles
 from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors

@@ -12,9 +12,11 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.heads.layers.decoder import DecoderConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, flag, real, shown, whole
+from specheads.models.formats.config_values import flag, real, whole
+from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
 from specheads.models.formats.parts import positions
+from specheads.options import shown
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, table, wholes
+from specheads.models.formats.config_values import table, wholes
+from specheads.models.formats.files import Files
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 

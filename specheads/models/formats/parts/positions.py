@@ -12,7 +12,9 @@ from typing import Any
 from specheads.heads.layers.decoder import DecoderConfig
 from specheads.heads.layers.rope import USUAL_THETA, completed
 from specheads.models.files import CheckpointError
-from specheads.models.formats.files import Files, real, shown, table, whole
+from specheads.models.formats.config_values import real, table, whole
+from specheads.models.formats.files import Files
+from specheads.options import shown
 
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 

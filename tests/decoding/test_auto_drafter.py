@@ -17,7 +17,7 @@ from specheads.decoding.drafters.overlay import overlay
 from specheads.decoding.drafters.suffix_search import longest_match, to_text
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import NoDraft
-from specheads.decoding.planner.by_cost import CostTable, Curve
+from specheads.decoding.planner.by_cost import CostTable, Curve, step_planner
 from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.models.costs import cost_key, cost_path
@@ -131,12 +131,12 @@ def test_a_head_that_pays_in_long_texts_alone_reads_no_short_ones(heads, monkeyp
 def test_where_nothing_pays_some_steps_are_not_planned(heads, monkeypatch):
     planned = []
 
-    def in_vain(run, menu, active, context):
-        planned.append(len(context.history[0]))
-        shape = menu.shapes[0] if len(planned) == 14 else None
+    def in_vain(planner, state):
+        planned.append(state.bound)
+        shape = state.menu.shapes[0] if len(planned) == 14 else None
         return Choice(shape, shape.nodes if shape else 1, (False,), 1.0, 1.0)
 
-    monkeypatch.setattr(auto._Run, "_choose", in_vain)
+    monkeypatch.setattr(step_planner.StepPlanner, "_best", in_vain)
     generate(heads["medusa"], FREE, ONE, max_new_tokens=100, eos_token_id=97, do_sample=False)
     apart = [after - before for before, after in itertools.pairwise(planned)]
     assert apart[:13] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
@@ -232,9 +232,9 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
             return Choice(None, menu.sizes[-1], (True,) * rows, rows, 1.0)
         return Choice(shape, shape.nodes, tuple((b + kind) % 2 == 0 for b in range(rows)), rows, 1.0)
 
-    monkeypatch.setattr(auto, "choose", fickle)
+    monkeypatch.setattr(step_planner, "choose", fickle)
     monkeypatch.setattr(auto, "make_menu", partial(auto.make_menu, compiled=True))
-    monkeypatch.setattr(auto.Surplus, "pays", False)
+    monkeypatch.setattr(step_planner.Surplus, "pays", False)
     monkeypatch.setattr(AutoDrafter, "menu", lambda self, table, rows, **_: auto.make_menu(
         table.for_rows(rows), rows, ((0.6, 0.2),), 3, head=True))  # fmt: skip
     steps = []
@@ -248,7 +248,7 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
 def test_a_copy_goes_by_what_was_copied_in_its_own_row(heads, monkeypatch):
     rows = []
 
-    class Spy(auto.CopyEstimate):
+    class Spy(step_planner.CopyEstimate):
         def __init__(self):
             super().__init__()
             self.matches = []
@@ -258,7 +258,7 @@ def test_a_copy_goes_by_what_was_copied_in_its_own_row(heads, monkeypatch):
             self.matches.append(match)
             return super().gains(match, count)
 
-    monkeypatch.setattr(auto, "CopyEstimate", Spy)
+    monkeypatch.setattr(step_planner, "CopyEstimate", Spy)
     out = generate(heads["eagle3"], FREE, eos_token_id=97)
     for b, row in enumerate(rows):
         text, matches = PROMPTS["input_ids"][b][PROMPTS["attention_mask"][b] == 1].tolist(), []
@@ -272,12 +272,12 @@ def test_a_copy_goes_by_what_was_copied_in_its_own_row(heads, monkeypatch):
 def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatch):
     worths = []
 
-    class Spy(auto.Worth):
+    class Spy(step_planner.Worth):
         def __init__(self, rows, remaining=(), pace=()):
             super().__init__(rows, remaining, pace)
             worths.append((rows, list(remaining), list(pace)))
 
-    monkeypatch.setattr(auto, "Worth", Spy)
+    monkeypatch.setattr(step_planner, "Worth", Spy)
     base, head = heads["eagle3"].base, heads["eagle3"].head
     out = generate(heads["eagle3"], FREE)
     worths = [worth for worth in worths if worth[1]]

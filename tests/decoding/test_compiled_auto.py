@@ -9,7 +9,7 @@ import torch
 from specheads import SampledTree, chain, convert
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.drafters import AutoDrafter, auto
-from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
+from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts, step_planner
 from specheads.decoding.planner.by_cost.choice import Choice
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
@@ -48,7 +48,7 @@ def test_a_step_that_drafts_nothing_is_one_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=("three rows", "one"))
 def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, monkeypatch):
-    monkeypatch.setattr(auto, "choose", fickle)
+    monkeypatch.setattr(step_planner, "choose", fickle)
     fickle.calls, shapes = 0, []
     model = convert(build(*RECURRENT["LFM2"]), "eagle3")
     model.base.generation_config.eos_token_id = None
@@ -79,7 +79,7 @@ def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatch):
-    monkeypatch.setattr(auto, "choose", fickle)
+    monkeypatch.setattr(step_planner, "choose", fickle)
     fickle.calls, model = 0, spec_model(kind)
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 97} | sampling
     prompts = padded(PROMPTS if sampling else PROMPTS[:1])

@@ -1,0 +1,174 @@
+"""StepPlanner: the draft of each step of a batch, by what steps cost and what was accepted so far.
+
+It sees numbers and tokens, no model and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due, reading_pays
+from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
+from specheads.decoding.planner.by_cost.curves import StepCosts
+from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
+from specheads.decoding.planner.by_cost.feedback import Surplus, learn_grown, learn_static
+from specheads.decoding.planner.by_cost.shapes import CHAINS, Menu, Shape
+
+TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
+REST_AFTER, MOST_REST = 4, 7  # steps are left unplanned once 4 in a row were planned in vain: one, then one more, to 7
+PACE = 1 / 16  # the weight of the newest step in the tokens that a row gains a step
+NO_COPY: tuple[int, list[int]] = (0, [])
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What a choice goes by, besides what was learnt.
+
+    menu: what may be chosen from. copies: by row, the length of the longest match and the ids that followed it before.
+    remaining: by row, the tokens that it may still gain, 0 once it has finished. others_wait: may another text take the
+    place of the next row to finish? bound: no row has more committed tokens.
+    has_read: has the head read the prompts? unread: the most positions of a row that it has not. read: the positions
+    that reading costs go by if the prompt, which is read once whenever a head first drafts, is none of them.
+    """
+
+    menu: Menu
+    copies: list[tuple[int, list[int]]]
+    remaining: Sequence[int]
+    others_wait: bool
+    bound: int
+    has_read: bool = False
+    unread: int = 0
+    read: int = 0
+
+
+class StepPlanner:
+    """Plans the steps of one batch.
+
+    heads, copied, pace: by row, how the head's drafts and copies were accepted, and the tokens gained a step lately.
+    calibration, surplus: of cost-aware trees. choice: the last, made for `state`; worth: of that step's tokens; grown:
+    its tree if that was cost-aware, with what a static one promised for its time. idle: steps since the head drafted.
+    wanted: those before it read the prompt in which it promised the most, but for reading. fruitless: planned steps in
+    a row that drafted nothing. rest: how many steps are left unplanned now.
+    """
+
+    def __init__(self, costs: StepCosts, menu: Menu, assumed: Sequence[Sequence[float]], rows: int) -> None:
+        """assumed: by depth and rank, what a head is expected to get right before any text says so."""
+        self.costs, self.menu, self.assumed, self.rows = costs, menu, assumed, rows
+        self.heads = [self._head_estimate() for _ in range(rows)]
+        self.copied = [CopyEstimate() for _ in range(rows)]
+        self.pace = [1.0] * rows
+        self.calibration, self.surplus = Calibration(), Surplus()
+        self.idle = self.wanted = self.fruitless = self.rest = 0
+        self.state: StepState | None = None
+        self.choice: Choice | None = None
+        self.grown: tuple[CostAwareTree, float] | None = None
+        self.worth = Worth(rows)
+
+    def _head_estimate(self) -> HeadEstimate:
+        return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
+
+    def choose(self, state: StepState) -> Choice:
+        """The draft of the next step. Where `rest` is above 0, nothing is drafted whatever the state says."""
+        self.state, self.grown = state, None
+        if self.rest:
+            self.rest -= 1
+            running = sum(left > 0 for left in state.remaining)
+            self.choice = Choice(None, 1, (False,) * self.rows, float(running), 1.0)
+        else:
+            self.choice = self._best(state)
+            self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
+            self.rest = min(max(0, self.fruitless - REST_AFTER + 1), MOST_REST)
+        if self.choice.shape is None:
+            self.idle += 1
+        else:
+            for row in self.heads:
+                row.fade(self.idle // 4)  # what it was like counts for longer than if it had been seen since
+            self.idle = 0
+        return self.choice
+
+    def _best(self, state: StepState) -> Choice:
+        menu, rows = state.menu, [b for b, left in enumerate(state.remaining) if left > 0]
+        copy_gains = [self.copied[b].gains(state.copies[b][0], len(state.copies[b][1])) for b in rows]
+        gains = [[shape.gain(self.heads[b]) for b in rows] for shape in menu.shapes]
+        step_ms = [self.costs.step(self.rows, nodes, state.bound) for nodes in menu.sizes]
+        draft_ms = [self.costs.draft(self.rows, shape.levels, state.read) for shape in menu.shapes]
+        if state.others_wait:
+            self.worth = Worth(len(rows))
+        else:
+            self.worth = Worth(len(rows), [state.remaining[b] for b in rows], [self.pace[b] for b in rows])
+        best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
+        if best.shape is not None and not state.has_read:
+            without = choose(menu, [], copy_gains, step_ms, [], self.worth)
+            self.wanted += 1
+            left = sum(state.remaining[b] for b in rows)
+            read_ms = self.costs.draft(self.rows, best.shape.levels, state.unread)
+            read_ms -= self.costs.draft(self.rows, best.shape.levels, state.read)
+            if not reading_pays(best, without, self.wanted / (self.idle + 1), left, read_ms):
+                best = without
+        if best.shape is None and menu.shapes:
+            probe, read = menu.shapes[0], max(state.read, state.unread)  # a trial pays for the prompt, too
+            ms = self.costs.step(self.rows, probe.nodes, state.bound)
+            ms += self.costs.draft(self.rows, probe.levels, read)
+            if probe_is_due(best, ms, len(rows), self.idle):
+                best = Choice(probe, probe.nodes, (False,) * len(rows), self.worth(gains[0]), ms)
+        taken = iter(best.copies)
+        copies = tuple(left > 0 and next(taken) for left in state.remaining)
+        return Choice(best.shape, best.nodes, copies, best.tokens, best.ms)
+
+    def cost_aware_tree(self, shape: Shape) -> CostAwareTree | None:
+        """What grows in the place of the shape that was chosen last; None where that has not paid."""
+        if not self.surplus.pays:
+            return None
+        assert self.state is not None
+        state, depth, width = self.state, self.state.menu.depth, 1
+        if not shape.is_chain:
+            depth, width = min(depth, TREE_DEPTH), TREE_WIDTH
+        runs = [left > 0 for left in state.remaining]
+        means = [row.means for row, running in zip(self.heads, runs, strict=True) if running]
+
+        def time(nodes: int, levels: tuple[int, ...]) -> float:
+            return self.costs.step(self.rows, nodes, state.bound) + self.costs.draft(self.rows, levels, state.unread)
+
+        return CostAwareTree(
+            state.menu.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
+            next_share=[sum(shares) / len(means) for shares in zip(*means, strict=True)],
+            worth=lambda gains: self.worth([gain for gain, running in zip(gains, runs, strict=True) if running]),
+        )  # fmt: skip
+
+    def note_grown(self, tree: CostAwareTree, nodes: int) -> None:
+        """The last step drafts this tree, of so many nodes."""
+        assert self.choice is not None
+        self.grown = tree, self.choice.rate * tree.time(nodes, tree.levels)
+
+    def learn(self, gained: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> None:
+        """Compare the last drafts with the text that followed. gained: by row, its tokens; ranks: of the accepted
+        drafts among their siblings."""
+        if self.state is None:
+            return
+        for b, tokens in enumerate(gained):
+            match, copy = self.state.copies[b]
+            for i, (copied, token) in enumerate(zip(copy, tokens, strict=False)):
+                self.copied[b].add(match + i, copied == token)
+                if copied != token:
+                    break
+            if tokens:
+                self.pace[b] += PACE * (len(tokens) - self.pace[b])
+        if self.grown is not None:
+            tree, expected = self.grown
+            learn_grown(self.heads, self.calibration, tree, gained)
+            ran = [len(tokens) - 1 for tokens, left in zip(gained, self.state.remaining, strict=True) if left > 0]
+            self.surplus.add(self.worth(ran), expected)
+        elif self.choice is not None and self.choice.shape is not None:
+            self.surplus.fade()
+            own = [bool(tokens) and not taken for tokens, taken in zip(gained, self.choice.copies, strict=True)]
+            learn_static(self.heads, self.choice.shape, ranks, own)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Other texts take the place of these rows', and nothing was drafted for them yet."""
+        for row in rows:
+            self.heads[row], self.copied[row], self.pace[row] = self._head_estimate(), CopyEstimate(), 1.0
+            if self.state is not None:
+                self.state.copies[row] = NO_COPY
+        self.choice = self.grown = None
+        self.fruitless = self.rest = 0

@@ -160,6 +160,34 @@ def test_an_mtp_head_beside_gemma_4_needs_none_of_the_keys_that_layers_share():
     assert torch.equal(convert(base, "mtp").generate(**given, draft=True), base.generate(**given))
 
 
+def beam():
+    return build("BeamConfig", {"n_group": 1, "topk_group": 1})
+
+
+def moshi():
+    """Which AutoModelForCausalLM does not know."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 48}
+    return transformers.MoshiForCausalLM(transformers.MoshiConfig(**sizes)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "why", "others"),
+    [
+        (beam, "layer 3 of beam .*'full_attention'.*'eagle3'.*sliding_attention", {"mtp": {"layer_indices": (0,)}}),
+        (moshi, "layer 3 of moshi does not work outside its model .*use_flexible_linear.*'eagle3'", {}),
+    ],
+)
+def test_a_base_whose_layers_need_their_model_has_no_mtp_head_and_is_told_what_to_take(make, why, others):
+    base = make()
+    with pytest.raises(UnsupportedModel, match=why) as refused:
+        convert(base, "mtp")
+    assert "\n" not in str(refused.value)
+    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
+    for kind, options in {"eagle3": {}, **others}.items():
+        assert torch.equal(convert(base, kind, **options).generate(**given, draft=True), base.generate(**given))
+
+
 def hidden_states(base, passes, layers):
     """(T, F) of the ids of all passes, each fed after the ones before."""
     cache, rows, start = None, [], 0

@@ -156,8 +156,10 @@ LENGTH_DEPENDENT = {
     "Llama, dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
     "Qwen3, dynamic": ("Qwen3Config", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
 }  # fmt: skip
-# Than transformers 5.17, the lowest version that is served; all but the first are of 5.24.
-NEWER = ("BailingHybridConfig", "Apertus1p5TextConfig", "DoryConfig", "LaraMiniConfig", "SarvamMoEConfig")
+# Than transformers 5.17, the lowest version that is served; all but the first two are of 5.24.
+NEWER = (
+    "BailingHybridConfig", "BeamConfig", "Apertus1p5TextConfig", "DoryConfig", "LaraMiniConfig", "SarvamMoEConfig",
+)  # fmt: skip
 
 
 def build(name, options, **kwargs):

@@ -121,6 +121,16 @@ class MtpHead(UnrolledHead):
 
     def refuse_unfit(self, base: Any) -> None:
         refuse_more_than_lm_head(base, self.config.kind)
+        hidden = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size or 0)
+        if hidden.is_meta:
+            return
+        assert self.config.target_config is not None and self.config.layer_indices
+        position = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        with torch.no_grad(), TargetLayers(self.config.target_config).alone(self.config.layer_indices[0]):
+            if self.rotary is not None:
+                self.rotary.ensure(1, hidden)
+            rotary = None if self.rotary is None else self.rotary(position)
+            self.mtp[0].unrolled(hidden, hidden, hidden.new_zeros(1, 1, 1, 1), position, rotary, [])
 
     def initialise(self, base: Any) -> None:
         """Copy the base's final norm: its lm_head reads what comes out of it. The rest starts at random."""

@@ -10,6 +10,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -153,12 +154,28 @@ class TargetLayers:
             )
         kind: Any = type(self.layers[index])
         typed = "layer_type" in inspect.signature(kind.__init__).parameters
-        layer: nn.Module = kind(self.config, index, **({"layer_type": self.type_of(index)} if typed else {}))
+        with self.alone(index):
+            layer: nn.Module = kind(self.config, index, **({"layer_type": self.type_of(index)} if typed else {}))
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = slot  # type: ignore[assignment]
         self._initialise(layer)
         return layer
+
+    @contextmanager
+    def alone(self, index: int) -> Iterator[None]:
+        """UnsupportedModel for any error of the block, which makes or tries a layer without the rest of the target."""
+        try:
+            yield
+        except (UnsupportedModel, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # each class of layers fails in its own way
+            types = sorted({*self._types()} - {self.type_of(index)})
+            others = f", or layer_indices of another type ({', '.join(types)})" if types else ""
+            raise UnsupportedModel(
+                f"layer {index} of {self.config.model_type} does not work outside its model "
+                f"({type(error).__name__}: {reason(error)}); use another kind of head, 'eagle3' say{others}"
+            ) from error
 
     def norm(self) -> nn.Module:
         """A new norm of the class of the target's final norm."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.planner import DynamicTree, Plan, chain
+from specheads.decoding.target.hf_base import layer_count
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.limits import ANY_LAYER, DEEPEST
 from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
@@ -39,7 +40,7 @@ class TappedConfig(HeadConfig, ABC):
         """The layers read by default, of a base of `num_layers`."""
 
     def with_base_defaults(self, base_config: Any) -> Self:
-        config, layers = super().with_base_defaults(base_config), base_config.num_hidden_layers
+        config, layers = super().with_base_defaults(base_config), layer_count(base_config)
         filled = replace(config, taps=config.taps or config.default_taps(layers))
         for tap in filled.taps or ():
             if not 0 <= tap <= layers:

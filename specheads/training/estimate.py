@@ -16,7 +16,7 @@ import psutil  # accelerate's own dependency
 import torch
 from torch import nn
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.target.hf_base import layer_count, text_config
 from specheads.heads import DraftHead
 from specheads.heads.layers.block import decoder_layers
 from specheads.hub import options as hub_options
@@ -110,7 +110,7 @@ def estimate(
         memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
     name, speed = _device(device)
     # The last layer's state is also what the teacher's probabilities come from, and saved once.
-    width = (sizes.taps + (text_config(model.base).num_hidden_layers not in model.head.layers)) * sizes.hidden
+    width = (sizes.taps + (layer_count(text_config(model.base)) not in model.head.layers)) * sizes.hidden
     states = state_size(config, None if recipe.base_dtype == "auto" else recipe.base_dtype)
     return Estimate(
         base_parameters=sizes.frozen,

@@ -273,6 +273,20 @@ def test_a_base_with_several_streams_of_hidden_states_takes_copies_and_no_head()
             convert(base, kind)
 
 
+def test_a_base_with_fewer_hidden_states_than_its_config_has_layers_takes_every_head_but_mtp():
+    """LongCat-Flash: what its config counts as two layers are the parts of one."""
+    latent = {name: size for name, size in LATENT.items() if name.endswith(("_rank", "_dim"))}
+    experts = {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "moe_topk": 2}
+    base = build("LongcatFlashConfig", {**latent, **experts, "num_layers": 2, "num_key_value_heads": 4})
+    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
+    for kind in ("medusa", "hydra", "eagle", "eagle3", "parallel"):
+        model = convert(base, kind)
+        assert max(model.head.layers) == 2
+        assert torch.equal(model.generate(**given, draft=True), base.generate(**given))
+    with pytest.raises(UnsupportedModel, match=r"layer 1 of longcat_flash has several parts with keys.*'eagle3'"):
+        convert(base, "mtp")
+
+
 def test_a_window_that_the_config_class_does_not_declare_is_kept():
     """ModernBERT's decoder: half of its local_attention, set where its config is made."""
     base = build("ModernBertDecoderConfig", {"local_attention": 16, "global_attn_every_n_layers": 2})

@@ -35,6 +35,14 @@ def text_config(base: PreTrainedModel) -> Any:
     return base.config.get_text_config(decoder=True)
 
 
+def layer_count(config: Any) -> int:
+    """How many hidden_states the decoder gives after the embeddings. LongCat-Flash's num_hidden_layers counts the two
+    parts of each layer, as a cache does, and its num_layers the layers."""
+    # A config keeps any key of its file; one that its class declares is meant.
+    declared = "num_layers" in inspect.signature(type(config)).parameters
+    return config.num_layers if declared else config.num_hidden_layers
+
+
 def first_layer(config: Any) -> Any:
     """The config with the sizes of the first layer, for models whose layers differ in them (Gemma 4: the width of
     heads): transformers refuses to read such a size of the whole model."""

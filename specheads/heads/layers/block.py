@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.target.cache import TreeCache, gather_nodes
 from specheads.decoding.target.grouped_attention import grouped_attention
-from specheads.decoding.target.hf_base import decoder_of, text_config
+from specheads.decoding.target.hf_base import decoder_of, layer_count, text_config
 from specheads.heads.layers.rope import rotate
 
 
@@ -143,8 +143,8 @@ class ContextBlock(DecoderBlock):
 
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:
-    """The base's decoder layers: the first list of num_hidden_layers modules in its text decoder."""
-    count = text_config(base).num_hidden_layers
+    """The base's decoder layers: the first list of as many modules as it has layers in its text decoder."""
+    count = layer_count(text_config(base))
     return next((m for m in decoder_of(base).modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
 
 

@@ -156,9 +156,14 @@ class TargetLayers:
         typed = "layer_type" in inspect.signature(kind.__init__).parameters
         with self.alone(index):
             layer: nn.Module = kind(self.config, index, **({"layer_type": self.type_of(index)} if typed else {}))
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = slot  # type: ignore[assignment]
+        indexed = [module for module in layer.modules() if hasattr(module, "layer_idx")]
+        if len({module.layer_idx for module in indexed}) > 1:
+            raise UnsupportedModel(
+                f"layer {index} of {self.config.model_type} has several parts with keys, and an MTP head keeps those "
+                "of one; use another kind of head, 'eagle3' say"
+            )
+        for module in indexed:
+            module.layer_idx = slot  # type: ignore[assignment]
         self._initialise(layer)
         return layer
 

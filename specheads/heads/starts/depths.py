@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, default_static
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.hf_base import layer_count
 from specheads.decoding.tree import DraftTree
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
@@ -53,7 +54,7 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
 
     def with_base_defaults(self, base_config: Any) -> Self:
         config = super().with_base_defaults(base_config)
-        layers = base_config.num_hidden_layers
+        layers = layer_count(base_config)
         tap = layers if config.tap is None else config.tap
         if not 0 <= tap <= layers:
             raise ValueError(

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
 from specheads.data.rows import IGNORED
-from specheads.decoding.target.hf_base import decoder_of, text_config
+from specheads.decoding.target.hf_base import decoder_of, layer_count, text_config
 from specheads.files import remove_unfinished
 from specheads.heads import HEADS
 from specheads.hub import commit_of
@@ -143,7 +143,7 @@ def _dtype_name(name: str, base: PreTrainedModel) -> str:
 @torch.no_grad()
 def _last_tap(base: PreTrainedModel, taps: Sequence[int]) -> int | None:
     """The tap that is the last hidden state, bit for bit on a few tokens, and so need not be saved twice."""
-    last = text_config(base).num_hidden_layers
+    last = layer_count(text_config(base))
     if last not in taps:
         return None
     ids = torch.arange(4, device=base.device).unsqueeze(0)

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 
+from specheads.decoding.target.hf_base import layer_count
 from specheads.heads import HEADS
 from specheads.models import saved_head
 from specheads.options import OptionError
@@ -55,7 +56,7 @@ def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[in
         assert head is not None
         with torch.device("meta"):
             taps = HEADS[head.kind](head.with_base_defaults(config)).layers
-    layers = config.num_hidden_layers
+    layers = layer_count(config)
     if not taps or not all(0 <= tap <= layers for tap in taps):
         raise OptionError(
             f"{{taps}}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers", taps=taps
@@ -85,7 +86,7 @@ def base_dtype(config: Any, recipe: Recipe) -> torch.dtype:
 
 def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, recipe: Recipe) -> int:
     dtype = base_dtype(config, recipe) if options.dtype == "auto" else getattr(torch, options.dtype)
-    states = len(taps) + (options.teacher_probs == "hidden" and config.num_hidden_layers not in taps)
+    states = len(taps) + (options.teacher_probs == "hidden" and layer_count(config) not in taps)
     likeliest = min(options.teacher_probs, config.vocab_size) if isinstance(options.teacher_probs, int) else 0
     probs = 8 * likeliest + 4 if likeliest else 0
     return 13 + states * (config.hidden_size * dtype.itemsize + 4 * (dtype == FLOAT8)) + probs

@@ -275,6 +275,18 @@ def test_a_model_that_torch_wraps_is_refused_with_the_way_to_compile():
             call()
 
 
+def test_a_model_whose_config_has_return_dict_false_is_refused_everywhere():
+    tuples = tiny_llama(return_dict=False)
+    calls = (
+        lambda: specheads.generate(tuples, torch.tensor([[5]]), **OPTIONS),
+        lambda: DraftModel(tuples),
+        lambda: convert(tuples, "medusa"),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedModel, match=r"has return_dict=False.*set model.config.return_dict = True$"):
+            call()
+
+
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_prompt_learning_adapters_are_refused_everywhere(kind):
     """Their virtual tokens are outside the base, which would decode as if they were not there."""

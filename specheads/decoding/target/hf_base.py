@@ -69,6 +69,11 @@ def unwrapped(base: Any) -> PreTrainedModel:
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+    if False in (base.config.return_dict, text_config(base).return_dict):
+        raise UnsupportedModel(
+            f"the config of {type(base).__name__} has return_dict=False, with which most models fail in transformers' "
+            "own generate() too; set model.config.return_dict = True"
+        )
     return base
 
 

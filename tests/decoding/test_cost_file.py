@@ -20,7 +20,8 @@ def test_a_cost_file_comes_back_and_a_wrong_or_broken_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.json holds costs for dtype 'float32', not 'bfloat16'; run `spec"):
         CostTable.load(path, other)
     content = json.loads(path.read_text())
-    falling = {**content["batches"]["1"], "loop": [[1, 2], [2, 1]]}
+    own = content["batches"]["1"]
+    falling = {**own, "loop": [[1, 2], [2, 1]]}
     broken = {
         "no JSON": "{", "a list": "[]", "no batches": json.dumps({**content, "batches": {}}),
         "another format": json.dumps({**content, "format": 9}),
@@ -28,6 +29,10 @@ def test_a_cost_file_comes_back_and_a_wrong_or_broken_one_is_refused(tmp_path):
         "no curve": json.dumps({**content, "batches": {"1": {"verify": {}}}}),
         "shares above 1": json.dumps({**content, "acceptance": [[0.9, 0.9]]}),
         "NaN": path.read_text().replace("4.0", "NaN"),
+        "a step in no time": json.dumps({**content, "batches": {"1": {**own, "verify": {"64": [[1, 0], [64, 9]]}}}}),
+        "a step of years": json.dumps({**content, "batches": {"1": {**own, "loop": [[1, 1e308]]}}}),
+        "a shape of less than no time": json.dumps({**content, "batches": {"1": {**own, "shapes": [[[1], -1]]}}}),
+        "a shape of NaN": json.dumps({**content, "batches": {"1": {**own, "shapes": [[[1], float("nan")]]}}}),
     }  # fmt: skip
     for text in broken.values():
         path.write_text(text)

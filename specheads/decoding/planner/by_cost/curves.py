@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specheads.options import shown
+
 BLOCK = 64  # tokens of context that share one cost
+MOST_MS = 10**9
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class Curve:
         for (x, y), (next_x, next_y) in zip(self.points, self.points[1:], strict=False):
             if not (x < next_x and y <= next_y):
                 raise ValueError(f"a cost curve decreases from {[x, y]} to {[next_x, next_y]}; measure it again")
-        if not (self.points[0][0] >= 0 and self.points[0][1] >= 0 and self.points[-1][1] < float("inf")):
-            raise ValueError(f"a cost curve holds a negative or infinite number: {list(map(list, self.points))}")
+        if not (self.points[0][0] >= 0 and self.points[0][1] >= 0 and self.points[-1][1] <= MOST_MS):
+            points = shown(list(map(list, self.points)))
+            raise ValueError(f"a cost curve holds a number below 0 or above {MOST_MS:,} ms: {points}")
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[float, float]]) -> Curve:
@@ -75,6 +79,12 @@ class StepCosts:
     def __post_init__(self) -> None:
         if self.batch < 1 or not self.verify:
             raise ValueError(f"step costs of batch={self.batch} with {len(self.verify)} verify curves; need 1 of both")
+        for length, curve in self.verify.items():
+            if not curve.points[0][1] + self.loop.points[0][1] > 0:
+                raise ValueError(f"a step after {length} tokens costs 0 ms, by 'verify' and 'loop'; need more than 0")
+        for levels, ms in self.shapes.items():
+            if not 0 <= ms <= MOST_MS:
+                raise ValueError(f"shape {list(levels)} costs {ms} ms; need 0 to {MOST_MS:,}")
 
     def step(self, rows: int, nodes: int, length: int) -> float:
         """Verifying and committing `nodes` a row after `length` tokens of context; a batch of another size costs what

@@ -317,3 +317,18 @@ def pace_after(text, tokens):
 def test_a_drafter_that_must_see_every_step_is_refused():
     with pytest.raises(ValueError, match="AutoDrafter lets its drafter miss steps, and NGram reads the target's likel"):
         AutoDrafter(specheads.NGram())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (PromptLookup(), ValueError, r"by their probabilities, and PromptLookup has none; leave it out"),
+        (AutoDrafter(), ValueError, r"by their probabilities, and AutoDrafter has none; leave it out"),
+        (PromptLookup, TypeError, r"head=PromptLookup is the class of a drafter; give one of its objects"),
+        ("lookup", TypeError, "head=str cannot propose trees"),
+        (torch.nn.Linear(1, 1), TypeError, r"head=Linear cannot .*, give DraftModel\(it\)$"),
+    ],
+)
+def test_what_is_no_head_is_refused_in_the_place_of_one(wrong, error, message):
+    with pytest.raises(error, match=message):
+        AutoDrafter(wrong)

@@ -63,11 +63,16 @@ class AutoDrafter(Drafter):
 
     def __post_init__(self) -> None:
         if self.head is not None:
-            object.__setattr__(self, "head", with_defaults(self.head))
+            object.__setattr__(self, "head", with_defaults(self.head, "head"))
         if self.head is not None and self.head.wants_target_top:
             raise ValueError(
                 f"AutoDrafter lets its drafter miss steps, and {type(self.head).__name__} reads the target's likeliest "
                 "tokens at each; give a draft head"
+            )
+        if self.head is not None and not self.head.gives_draft_probs:
+            raise ValueError(
+                "AutoDrafter plans the trees of a draft head or DraftModel by their probabilities, and "
+                f"{type(self.head).__name__} has none; leave it out: earlier text is copied without it"
             )
 
     @property

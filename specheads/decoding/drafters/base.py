@@ -17,6 +17,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.cache import TreeCache
 from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
+from specheads.options import refuse_class
 
 T = TypeVar("T")
 
@@ -216,12 +217,18 @@ class Drafter(Protocol):
         return
 
 
-def with_defaults(drafter: Any) -> Drafter:
+def with_defaults(drafter: Any, name: str = "draft") -> Drafter:
     """The drafter itself if it has all that `Drafter` states, else one that has `Drafter`'s values for the rest.
 
-    AttributeError, the drafter's own, for what it must have."""
+    name: of the argument that it is. TypeError for what cannot draft; AttributeError, the drafter's own, for what it
+    must have."""
+    refuse_class(name, drafter, "drafter", "propose")
     if isinstance(drafter, Drafter):
         return drafter
+    if not hasattr(drafter, "propose"):
+        raise TypeError(
+            f"{name}={type(drafter).__name__} cannot propose trees; for a language model, give DraftModel(it)"
+        )
     named = type(type(drafter).__name__, (_WithDefaults,), {})  # messages name what drafts
     return cast(Drafter, named(drafter))
 

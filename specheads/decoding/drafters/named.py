@@ -16,7 +16,7 @@ from specheads.decoding.drafters.maxgram import MaxGram
 from specheads.decoding.drafters.ngram import NGram
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.decoding.registry import Registry
-from specheads.options import refuse_class, refuse_unknown
+from specheads.options import refuse_unknown
 
 DRAFTERS: Registry[type[Drafter]] = Registry(
     "drafter", "drafter", {"lookup": PromptLookup, "ngram": NGram, "maxgram": MaxGram}
@@ -56,9 +56,6 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
                 "model DraftModel(model)"
             ) from error
         return DRAFTERS.build(draft)
-    refuse_class("draft", draft, "drafter", "propose")
-    if not hasattr(draft, "propose"):
-        raise TypeError(f"draft={type(draft).__name__} cannot propose trees; for a language model, give DraftModel(it)")
     return with_defaults(draft)
 
 

@@ -265,6 +265,7 @@ def test_what_makes_no_cascade_is_refused(model):
     lookup, two = MaxGram(), [small, MaxGram()]
     for drafts, k_matrix, message in [
         ([], [], "a cascade needs drafts"),
+        (small, [[1]], "a cascade needs drafts, for instance Cascade"),
         ([lookup, small], LLAMA, r"draft 0 \(MaxGram\) copies and cannot review; put it last"),
         ([small, model.head], LLAMA, r"draft 1 \(Eagle3Head\) is a head, .*; put it first"),
         ([small, PromptLookup(width=2)], LLAMA, "PromptLookup has width=2; make it width=1"),

@@ -1,5 +1,6 @@
 """generate()'s contract: every option means what it means in Hugging Face's own generate(), drafts or no drafts."""
 
+import re
 from functools import partial
 
 import pytest
@@ -240,6 +241,13 @@ def test_what_is_no_drafter_plan_or_rule_is_refused(model, options, error, messa
     for call in (model.generate, partial(specheads.generate, model.base)):
         with pytest.raises(error, match=message):
             call(**BATCHES["one"], max_new_tokens=3, **{"draft": "lookup", **options})
+
+
+@pytest.mark.parametrize("limit", ["8", True, [8]])
+def test_a_length_that_is_no_number_is_refused(model, limit):
+    for name in ("max_new_tokens", "max_length"):
+        with pytest.raises(TypeError, match=f"^{name}={re.escape(repr(limit))} must be a number$"):
+            model.generate(**BATCHES["one"], **{name: limit})
 
 
 def test_text_as_a_prompt_is_told_how_it_becomes_ids(model):

@@ -12,6 +12,7 @@ from specheads import (
     BestFirstTree,
     DraftModel,
     DynamicTree,
+    NGram,
     PromptLookup,
     SampledTree,
     StaticTree,
@@ -20,7 +21,8 @@ from specheads import (
     convert,
 )  # fmt: skip
 from specheads.decoding.drafters.assistant import ScheduledChain
-from specheads.decoding.planner import NoDraft, limit_depth, tree_named
+from specheads.decoding.drafters.auto import AutoDrafter
+from specheads.decoding.planner import NoDraft, default_static, limit_depth, tree_named
 from specheads.decoding.planner.record import RecordDraftLogits
 from tests.support.families import build
 from tests.support.prompts import BATCHES
@@ -173,6 +175,9 @@ def test_an_absurd_plan_is_refused_with_the_bound_before_memory_is_taken(make, b
         (lambda: BestFirstTree(20, 5, "7"), "width='7'"),
         (lambda: SampledTree((2, "2")), "each entry of branches='2'"),
         (lambda: AdaptiveChain("7"), "max_depth='7'"),
+        (lambda: default_static(16, 2.5), "draft_depth=2.5"),
+        (lambda: default_static(16, True), "draft_depth=True"),
+        (lambda: default_static("16", 5), "nodes='16'"),
     ],
 )
 def test_a_size_that_is_no_whole_number_is_refused(make, given):
@@ -183,6 +188,25 @@ def test_a_size_that_is_no_whole_number_is_refused(make, given):
 def test_one_number_for_the_levels_of_a_sampled_tree_is_refused():
     with pytest.raises(TypeError, match=r"^branches=3 must be a number for each level, such as \(2, 2, 1\)$"):
         SampledTree(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StaticTree(((0.5,),)), r"choices=\(\(0.5,\),\) must be paths of ranks, for instance \(\(0,\)"),
+        (lambda: StaticTree(((True,),)), r"choices=\(\(True,\),\) must be paths"),
+        (lambda: StaticTree((0, 1)), r"choices=\(0, 1\) must be paths"),
+        (lambda: StaticTree(4), "choices=4 must be paths"),
+        (lambda: AdaptiveChain(confidence="0.4"), "confidence='0.4' must be a number"),
+        (lambda: AdaptiveChain(confidence=True), "confidence=True must be a number"),
+        (lambda: NGram(storage=3), "storage=3 must be an NGramStorage"),
+        (lambda: AutoDrafter(costs="costs.json"), "costs='costs.json' is no table of costs; give CostTable.load"),
+        (lambda: AutoDrafter(compiled_costs=2.5), "compiled_costs=2.5 is no table of costs"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_where_it_is_given(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_the_largest_plan_there_is_decodes(model):

@@ -159,6 +159,10 @@ def test_without_a_seed_torchs_own_governs():
         ([[3]], {"seed": [1.5], "do_sample": True}, TypeError, r"seed=\[1.5\] must be a whole number"),
         ([[3]], {"batch_size": 0}, ValueError, "batch_size=0 must be at least 1 prompt"),
         ([[3]], {"batch_size": 2.5}, TypeError, "batch_size=2.5 must be a whole number"),
+        ([[3]], {"batch_size": "8"}, TypeError, "batch_size='8' must be a whole number"),
+        ([[3]], {"batch_size": True}, TypeError, "batch_size=True must be a whole number"),
+        ([[3]], {"max_new_tokens": "8"}, TypeError, "max_new_tokens='8' must be a number"),
+        ([[3]] * 2, {"seed": "8"}, TypeError, "seed='8' must be a whole number"),
         ([[3]], {"num_beams": 2}, ValueError, "beam search does not combine with refilled batches"),
         ([[3]], {"num_return_sequences": 2}, ValueError, "one text for each prompt, not num_return_sequences=2"),
         (

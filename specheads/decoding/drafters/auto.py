@@ -33,6 +33,7 @@ from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import ASSUMED_RANKS
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.options import shown
 
 LONGEST_MATCH = 32  # tokens
 MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
@@ -62,6 +63,9 @@ class AutoDrafter(Drafter):
     compiled_costs: CostTable | None = None
 
     def __post_init__(self) -> None:
+        for name in ("costs", "compiled_costs"):
+            if not isinstance(costs := getattr(self, name), CostTable | None):
+                raise TypeError(f"{name}={shown(costs)} is no table of costs; give CostTable.load(Path(FILE))")
         if self.head is not None:
             object.__setattr__(self, "head", with_defaults(self.head, "head"))
         if self.head is not None and self.head.wants_target_top:

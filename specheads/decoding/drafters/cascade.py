@@ -43,7 +43,7 @@ class Cascade(Drafter):
         self, drafts: Sequence[Drafter], k_matrix: Any, leniency: float = 1.0, notation: str = "incremental"
     ) -> None:
         """ValueError or TypeError for drafts in the wrong order, a k-matrix that does not fit them, or leniency < 1."""
-        if not drafts:
+        if not isinstance(drafts, Sequence) or not drafts:
             raise ValueError("a cascade needs drafts, for instance Cascade([DraftModel(small), MaxGram()], …)")
         for index, draft in enumerate(drafts):
             _refuse_misplaced(draft, index, len(drafts))

@@ -12,6 +12,7 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
 from specheads.decoding.drafters.suffix_search import copyable_sources
 from specheads.decoding.planner import Plan
+from specheads.options import shown
 
 
 class _Followers:
@@ -130,6 +131,10 @@ class NGram(PathDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("filler_top_k", 1)
+        if not isinstance(self.storage, NGramStorage):
+            raise TypeError(
+                f"NGram: storage={shown(self.storage)} must be an NGramStorage, for instance NGramStorage(3)"
+            )
         if not self.stop_if_unknown and self.storage.vocab_size is None:
             raise ValueError(
                 "NGram(stop_if_unknown=False) drafts random ids, and its storage has no vocab_size; give "

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from specheads.options import shown
+from specheads.options import require_number, shown
 
 REFUSED_ARGUMENTS = (
     "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
@@ -117,10 +117,14 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> None:
-    """ValueError for options that drafts do not combine with, given as arguments or in the config."""
+    """ValueError for options that drafts do not combine with, given as arguments or in the config; TypeError for a
+    length that is no number."""
     for name in OTHER_DECODING:
         if value := arguments.get(name, getattr(config, name, None)):
             raise ValueError(f"{name}={value!r} does not combine with drafts; call the base's own generate() for it")
+    for name in ("max_new_tokens", "max_length"):
+        if (limit := arguments.get(name, getattr(config, name, None))) is not None:
+            require_number(name, limit)
     if arguments.get("cache_implementation") == "paged":  # for which transformers leaves our loop out
         raise ValueError(
             "cache_implementation='paged' does not combine with drafts; generate_many() refills batches, and the "

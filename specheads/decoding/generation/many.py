@@ -112,7 +112,7 @@ def generate_many(
         check_limits(options, len(prompts))
         listed = list(encoded)
         total, encoded = len(listed), iter(listed)
-    if isinstance(seed, Sequence) and total is not None and len(seed) != total:
+    if isinstance(seed, list | tuple) and total is not None and len(seed) != total:
         raise ValueError(f"seed= has {len(seed)} numbers for {total} prompts; give one for each, or a single one")
     if isinstance(seed, Integral):
         seed = int(seed)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specheads.decoding.generation.context_limits import base_length
 from specheads.decoding.generation.hf_options import effective_config, refuse_arguments, stop_string_criteria
-from specheads.options import shown
+from specheads.options import require_number, shown
 
 # What says how one prompt's text is returned, or how many there are.
 REFUSED = (
@@ -26,9 +26,11 @@ def require_list(prompts: Any) -> Iterable[Any]:
 
 
 def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """ValueError for options that have no meaning for many prompts."""
+    """ValueError or TypeError for options that have no meaning for many prompts."""
     refuse_arguments(options)
     config = effective_config(base, options.get("generation_config"))
+    if isinstance(limit := options.get("max_new_tokens"), str):
+        require_number("max_new_tokens", limit)
     for name in REFUSED:
         value = options.get(name)
         if value is None or value is False:

@@ -10,6 +10,7 @@ from torch import Tensor
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.options import require_number
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class AdaptiveChain:
 
     def __post_init__(self) -> None:
         require_at_most("max_depth", self.max_depth, MAX_NODES - 1)
+        require_number("confidence", self.confidence)
         if not 0 <= self.confidence <= 1:
             raise ValueError(f"confidence={self.confidence} must be a probability, 0 (never stop early) to 1")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
+from specheads.options import require_whole, shown
 
 # By rank, the share of drafts that are accepted of a head nobody measured, at every depth.
 ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
@@ -37,6 +39,10 @@ class _Level(NamedTuple):
     parents: list[int]
 
 
+def _is_path(choice: object) -> bool:
+    return isinstance(choice, Sequence) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in choice)
+
+
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed shape: each choice is a node's path of ranks from the root, as Medusa writes them.
@@ -52,6 +58,8 @@ class StaticTree:
     )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.choices, Sequence) or not all(map(_is_path, self.choices)):
+            raise TypeError(f"choices={shown(self.choices)} must be paths of ranks, for instance ((0,), (0, 0), (1,))")
         if len(self.choices) >= MAX_NODES:
             raise ValueError(f"a static tree of {len(self.choices)} choices: {MAX_NODES - 1} at most")
         chosen = tuple(sorted({tuple(c) for c in self.choices}, key=lambda c: (len(c), c)))
@@ -197,6 +205,8 @@ def default_static(budget: int, depth: int, accuracy: Sequence[float] = ASSUMED_
     It assumes the rank accuracies of a moderately trained head, the same and independent at each depth. For a tree
     measured on data see `calibrate_tree`.
     """
+    require_whole("nodes", budget)
+    require_positive("draft_depth", depth)
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
     if budget > MAX_NODES:

@@ -6,6 +6,7 @@ divergences as in `fuzzy_from`; and the lists that its code fills on the assista
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
@@ -112,6 +113,9 @@ class FSDGenerate(DraftingGenerate):
             return generate(self.base, **asked)
         rule = asked.get("accept")
         asked |= {"return_dict_in_generate": True, "output_divergences": isinstance(rule, Fuzzy)}
+        if config is not None:  # beside which transformers warns about such an argument
+            asked["generation_config"] = copy.deepcopy(config)
+            asked["generation_config"].return_dict_in_generate = asked.pop("return_dict_in_generate")
         out: Any = generate(self.base, **asked)
         note_steps(unwrapped(small), out.steps, rule)
         return out if self.returns_dict(call) else out.sequences

@@ -10,11 +10,13 @@ from transformers import (
     BatchEncoding,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.generation import utils
 
 import specheads
 from specheads import Fuzzy, chain, compat
@@ -55,6 +57,19 @@ def test_their_readmes_example_runs_with_its_import_changed(folders):
     assert large_model.dtype == torch.bfloat16
     assert output.shape == (1, IDS.shape[1] + 25) and torch.equal(output[:, : IDS.shape[1]], IDS)
     assert sum(small_model.n_matches_list) and len(small_model.kl_divs) == sum(small_model.candidate_sequences_list)
+
+
+@pytest.mark.parametrize("returns_dict", [None, True])
+def test_a_generation_config_is_no_cause_for_a_warning_of_transformers(folders, monkeypatch, returns_dict):
+    large, small = loaded(folders)
+    config = GenerationConfig(**GREEDY, eos_token_id=2, pad_token_id=0, return_dict_in_generate=returns_dict)
+    given = {"attention_mask": torch.ones_like(IDS), "assistant_model": small, "fsd_div_threshold": 0.4}
+    warned = []
+    monkeypatch.setattr(utils.logger, "warning_once", lambda text, *values: warned.append(text))
+    out = large.generate(IDS, generation_config=config, **given)
+    assert not warned and sum(small.n_matches_list)
+    assert config.return_dict_in_generate is returns_dict
+    assert isinstance(out, torch.Tensor) is not returns_dict
 
 
 def test_what_their_csqa_script_prints_can_be_computed(folders):

@@ -18,12 +18,13 @@ from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, StepCompiler
 from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
+from specheads.decoding.planner.plan import LimitRows
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.processors import StateWatch
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
-from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
+from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, limit_rows, schedule_step
 from specheads.decoding.step import commit, hold_inactive, top_tokens
 from specheads.decoding.step_divergences import StepDivergences, divergences_of
 from specheads.decoding.target.model_inputs import ModelInputs
@@ -252,6 +253,8 @@ class _Loop:
         plan = schedule.plan
         if self.drafter is None or plan is None:
             return DraftTree.root_only(self.context.root)
+        if not all(schedule.remaining) and not isinstance(plan, NoDraft | LimitRows):
+            plan = limit_rows(plan, schedule.remaining)
         if self.watch and self.watch.waiting:
             plan = NoDraft(plan)
         self.sampler.begin(DRAFT, self.count)

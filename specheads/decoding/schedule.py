@@ -45,7 +45,7 @@ def schedule_step(
     remaining = [limit - n if runs else 0 for limit, n, runs in zip(limits, gained, running, strict=True)]
     step_plan = limit_depth(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
     if step_plan is not None and min(filter(None, remaining)) <= step_plan.depth:
-        step_plan = LimitRows(step_plan, tuple(max(0, room - 1) for room in remaining))
+        step_plan = limit_rows(step_plan, remaining)
     switch = target.switch
     if switch is None:
         return StepSchedule(remaining, list(running), step_plan)
@@ -60,6 +60,12 @@ def schedule_step(
         switch.rereads = False
         target.reread([fit_length(row, len(prompt) + min(fed)) for row, prompt in zip(history, prompts, strict=True)])
     return StepSchedule(remaining, list(running), step_plan)
+
+
+def limit_rows(plan: Plan, remaining: Sequence[int]) -> Plan:
+    """`plan`, in which no row drafts past its own limit, and a row that has finished nothing. remaining: as in
+    `StepSchedule`."""
+    return LimitRows(plan, tuple(max(0, room - 1) for room in remaining))
 
 
 def fit_length(row: list[int], length: int) -> list[int]:

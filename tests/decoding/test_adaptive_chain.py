@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from specheads import AdaptiveChain, DraftTree, Sampler
+import specheads
+from specheads import AdaptiveChain, DraftModel, DraftTree, Sampler
 from specheads.decoding.planner import ChildLogits
 from tests.reference.enumeration import Table, distance, output_probs, true_probs
+from tests.support.tiny_models import near, tiny_llama
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 
 
 def fixed_probs(*rows):
@@ -49,6 +53,32 @@ def test_a_batch_drafts_until_every_row_was_unsure(sampled):
     chains = grown(plan, *rows)
     assert list(map(len, chains)) == [3, 1]
     assert sampled or chains == [grown(plan, row)[0] for row in rows] == [[3] * 3, [3]]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_batch_drafts_no_further_for_a_row_that_has_finished(sampled):
+    base = tiny_llama(num_hidden_layers=2, eos_token_id=None)
+    depths = []
+
+    class Watched(DraftModel):
+        def propose(self, context, sampler, plan):
+            tree = super().propose(context, sampler, plan)
+            lengths = tree.topology.num_drafted.flatten().tolist()
+            running = [n for n, room in zip(lengths, context.remaining, strict=True) if room]
+            depths.append((len(running), tree.max_depth, max(running)))
+            return tree
+
+    options = {"do_sample": sampled, "seed": 4 if sampled else None, "max_new_tokens": [4, 9, 60], "temperature": 1.0}
+    texts = [
+        [one.tokens for one in specheads.generate_many(base, PROMPTS, draft=draft, tree=tree, **options)]
+        for draft, tree in (
+            (Watched(near(base)), AdaptiveChain(6, 0.2, sampled)),
+            (None, None),
+        )
+    ]  # fmt: skip
+    assert sampled or texts[0] == texts[1]
+    assert {rows for rows, *_ in depths} == {1, 2, 3} and len({deepest for _, deepest, _ in depths}) > 2
+    assert all(deepest == needed for _, deepest, needed in depths)
 
 
 def test_confidence_0_never_stops_early_and_1_drafts_one_token():

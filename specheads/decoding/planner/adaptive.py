@@ -20,8 +20,8 @@ class AdaptiveChain:
 
     sampled: draw the tokens from the draft distribution, which the tree then carries; else take the likeliest. The
     token that ends the chain is part of it: leaving it out would bias what is accepted instead. A batch drafts until
-    every row has had such a token, but each row's chain ends at its own, so that no row changes another's text. The
-    rule of transformers' assistant_confidence_threshold.
+    every row that has room for more has had such a token, but each row's chain ends at its own, so that no row changes
+    another's text. The rule of transformers' assistant_confidence_threshold.
     """
 
     max_depth: int = 20
@@ -55,6 +55,8 @@ class AdaptiveChain:
         unsure = torch.zeros_like(root, dtype=torch.bool)
         while len(tokens) <= self.max_depth and not bool(unsure.all()):
             children = expand(tokens[-1], above)
+            if children.ended is not None and bool((unsure := unsure | children.ended).all()):
+                break
             if self.sampled:
                 q = children.probs(sampler, vocab_size)
                 empty = q.sum(-1) <= 0  # no token is left to draw: -1 marks the unused slot

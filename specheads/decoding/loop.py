@@ -114,9 +114,8 @@ class _Loop:
 
     limits, row_limits (B,): the most new tokens of each row, on the host and on the device. running: the rows that have
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
-    tokens gained. uniforms (B, max(limits)): the number in [0, 1) that draws each token of a row, None if nothing is
-    sampled. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: of processors that may keep
-    state, None if nothing is drafted.
+    tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: of processors that may
+    keep state, None if nothing is drafted.
     """
 
     target: Verifier
@@ -139,7 +138,6 @@ class _Loop:
     context: Context = field(init=False)
     row_limits: Tensor = field(init=False)
     count: Tensor = field(init=False)
-    uniforms: Tensor | None = field(init=False)
     end_ids: Tensor | None = field(init=False)
     watch: StateWatch | None = field(init=False)
 
@@ -153,9 +151,8 @@ class _Loop:
         self.running = [True] * batch
         self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         scores = sampler.scores(logits, lambda: self.prompts)
-        # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
-        self.uniforms = sampler.seed_rows(batch, max(self.limits), logits.device)
-        root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
+        sampler.seed_rows(batch, logits.device)
+        root = self.draw_first(scores)
         sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
         self.context = Context.start(
             self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
@@ -192,9 +189,8 @@ class _Loop:
         logits = out.logits.new_zeros(batch, out.logits.shape[-1]).index_copy(0, rows, out.logits[:, 0])
         others = [row not in new.rows for row in range(batch)]
         scores = self.sampler.scores(logits, lambda: self.prompts, others)
-        self.uniforms = self.sampler.reseed_rows(rows, new.seeds, max(self.limits))
-        first = None if self.uniforms is None else self.uniforms[:, 0]
-        root = self.sampler.draw(self.sampler.probs_of(scores), first).index_select(0, rows)
+        self.sampler.reseed_rows(rows, new.seeds)
+        root = self.draw_first(scores).index_select(0, rows)
         self.sampler.note_finite(~out.logits[:, 0].gather(1, root.unsqueeze(1)).isnan())
         require_finite(bool(self.sampler.finite))
         top = top_tokens(out.logits, self.num_top)
@@ -278,9 +274,16 @@ class _Loop:
             self.plan = self.watch = None
         return verdict
 
+    def draw_first(self, scores: Tensor) -> Tensor:
+        """Processed scores (B, V) after prompts → the first token (B,) of each row."""
+        # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
+        numbers = self.sampler.token_numbers(scores.new_zeros(len(scores), dtype=torch.long), 1, 0)
+        return self.sampler.draw(self.sampler.probs_of(scores), None if numbers is None else numbers[:, 0])
+
     def numbers(self, depth: int) -> Tensor | None:
         """(B, depth + 1) the numbers that draw the next tokens of each row; None if nothing is sampled."""
-        return None if self.uniforms is None else next_uniforms(self.uniforms, self.count, depth + 1)
+        most = max(len(row) - len(ids) for row, ids in zip(self.context.history, self.prompts, strict=True))
+        return self.sampler.token_numbers(self.count, depth + 1, most)
 
     def transfer(self, advance: Advance) -> _Gain:
         """The step's only transfer to the host, which adds what was gained to the text."""
@@ -353,9 +356,3 @@ def require_finite(finite: bool) -> None:
             "the distribution of a token has no finite sum: the model's logits hold NaN or infinity; check its "
             "weights, its dtype and the logits processors"
         )
-
-
-def next_uniforms(uniforms: Tensor, count: Tensor, width: int) -> Tensor:
-    """(B, T), one number a token → (B, width), those after the first count (B,) of each row."""
-    index = count.unsqueeze(1) + torch.arange(width, device=count.device)
-    return uniforms.gather(1, index.clamp(max=uniforms.shape[1] - 1))  # past the limit nothing is kept

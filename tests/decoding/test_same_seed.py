@@ -1,5 +1,7 @@
 """A seed gives the text of plain decoding, whatever drafts a point mass: in batches, with and without processors."""
 
+import resource
+
 import pytest
 import torch
 
@@ -32,6 +34,24 @@ def test_a_seed_gives_the_text_of_plain_decoding(name, processors):
         assert torch.equal(out.sequences, plain)
         accepted = sum(sum(step.accepted) for step in out.steps)
         assert accepted > 0 or name != "its own draft model"
+
+
+def test_a_limit_that_no_text_reaches_takes_no_memory_and_leaves_a_seeds_text():
+    length, before = 1100, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def stop(ids, scores, **kwargs):
+        return ids.shape[1] >= length
+
+    given = {**padded([[7, 8, 9, 7, 8]]), "do_sample": True, "pad_token_id": 0, "eos_token_id": None, "seed": 4}
+    near, far = (
+        specheads.generate(HEADED.base, **given, **limit, draft=draft)
+        for limit, draft in (
+            ({"max_length": length}, None),
+            ({"max_new_tokens": 3 * 10**7, "stopping_criteria": [stop]}, "lookup:3"),
+        )
+    )
+    assert torch.equal(near, far)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
 def test_another_seed_gives_another_text():

@@ -176,7 +176,7 @@ def test_a_part_of_a_tree_is_judged_as_a_tree_of_its_own(rule, cut):
     verdicts = []
     for tree in trees:
         sampler = Sampler(do_sample=True, seeds=range(batch))
-        sampler.seed_rows(batch, 1, logits.device)
+        sampler.seed_rows(batch, logits.device)
         sampler.begin(3, depths)
         verdicts.append(walk(tree, logits, rule, sampler))
     for name in ("path", "length", "bonus"):

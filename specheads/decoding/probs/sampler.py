@@ -19,6 +19,7 @@ from specheads.decoding.probs.randomness import RowNumbers, row_seeds
 from specheads.decoding.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
+FIRST_NUMBERS = 1024  # of each row, that draw its tokens
 
 
 def _no_prefix(scores: Tensor) -> Any:
@@ -45,6 +46,7 @@ class Sampler:
     """
 
     numbers: RowNumbers | None = None
+    _token_numbers: Tensor | None = None  # (B, T) of the first T tokens of each row
 
     def __init__(
         self,
@@ -133,23 +135,34 @@ class Sampler:
                 scores = call(processor, _no_prefix(scores), scores)
         return scores.softmax(-1).nan_to_num_(0)
 
-    def seed_rows(self, batch: int, length: int, device: torch.device) -> Tensor | None:
-        """Begin the numbers of a batch: (B, length) those that draw each row's tokens; None if nothing is sampled."""
+    def seed_rows(self, batch: int, device: torch.device) -> None:
+        """Begin the numbers of a batch."""
         seeds = self.seeds
         if seeds is None and (self.do_sample or self.generator is not None):
             where = "cpu" if self.generator is None else self.generator.device
             seeds = row_seeds(int(torch.randint(2**62, (), generator=self.generator, device=where)), batch)
         self.numbers = None if seeds is None else RowNumbers.from_seeds(seeds, device)
-        return self.numbers.tokens(length) if self.numbers is not None and self.do_sample else None
+        self._token_numbers = None
 
-    def reseed_rows(self, rows: Tensor, seeds: Sequence[int] | None, length: int) -> Tensor | None:
-        """The numbers of `seed_rows` after these rows (R,) have become others, of these seeds."""
+    def reseed_rows(self, rows: Tensor, seeds: Sequence[int] | None) -> None:
+        """These rows (R,) have become others, of these seeds."""
         if self.numbers is None:
-            return None
+            return
         if seeds is None:
             raise ValueError("new rows of a sampled batch need seeds of their own")
         self.numbers.replace_rows(rows, RowNumbers.from_seeds(seeds, rows.device))
-        return self.numbers.tokens(length) if self.do_sample else None
+        self._token_numbers = None
+
+    def token_numbers(self, count: Tensor, width: int, most: int) -> Tensor | None:
+        """(B, width) the numbers that draw the next tokens of rows that have count (B,) of them, `most` at most; None
+        if nothing is sampled."""
+        if self.numbers is None or not self.do_sample:
+            return None
+        # One look-up a step, in a table made as texts grow: a high token limit takes no memory.
+        if self._token_numbers is None or self._token_numbers.shape[1] < most + width:
+            self._token_numbers = self.numbers.tokens(max(FIRST_NUMBERS, 2 * (most + width)))
+        index = count.unsqueeze(1) + torch.arange(width, device=count.device)
+        return self._token_numbers.gather(1, index)
 
     def begin(self, use: int, position: Tensor) -> None:
         """What is random from here on is for this use, `DRAFT` or `ACCEPT`, after so many output tokens (B,)."""

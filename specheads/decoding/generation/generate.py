@@ -95,7 +95,7 @@ def generate(
     searches_beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
     decoding = Decoding.parse(
         base, draft=draft, drafter=drafter, tree=tree, accept=accept, output_divergences=output_divergences,
-        compile=compile and not searches_beams,
+        compile=False if searches_beams else compile,
     )  # fmt: skip
     if output_divergences and not kwargs.get("return_dict_in_generate", config.return_dict_in_generate):
         raise ValueError("output_divergences=True comes with the steps; give return_dict_in_generate=True too")

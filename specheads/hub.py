@@ -31,7 +31,7 @@ def may_be_repository(name: str) -> bool:
     return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name) is not None
 
 
-def options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
+def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
     """Options for loading `name`: {} if it is a path or the hub has it; local_files_only if the hub cannot be reached
     and it was downloaded before.
 

@@ -213,27 +213,27 @@ def test_the_hub_is_asked_once_for_a_name_whatever_is_loaded_of_it(capsys, serve
 def test_the_hub_is_not_asked_for_paths(server):
     for name in ("models/bas", "./model", "~/models", "a/b/c", "/nowhere/at/all", "models--x", "x.jsonl/"):
         with pytest.raises(FileNotFoundError, match=r"^no such folder: "):
-            hub.options(name)
-    assert hub.options("models/base") == hub.options(Path("models/base")) == {}
+            hub.hub_options(name)
+    assert hub.hub_options("models/base") == hub.hub_options(Path("models/base")) == {}
     assert server.asked == []
 
 
 def test_what_the_hub_has_is_loaded_from_there_and_what_was_downloaded_from_here(server, tmp_path, monkeypatch):
-    assert hub.options("org/there") == {}
+    assert hub.hub_options("org/there") == {}
     (tmp_path / "cache" / "models--org--kept" / "snapshots").mkdir(parents=True)
-    assert hub.options("org/kept") == {"local_files_only": True}  # the hub has it no longer
+    assert hub.hub_options("org/kept") == {"local_files_only": True}  # the hub has it no longer
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    assert hub.options("org/kept") == {"local_files_only": True}
+    assert hub.hub_options("org/kept") == {"local_files_only": True}
     before = list(server.asked)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert hub.options("org/kept") == {"local_files_only": True}
+    assert hub.hub_options("org/kept") == {"local_files_only": True}
     with pytest.raises(FileNotFoundError, match=r"no such folder: other/name, .* \(HF_HUB_OFFLINE is set\)"):
-        hub.options("other/name")
+        hub.hub_options("other/name")
     assert server.asked == before
 
 
 def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
-    assert hub.options("org/there") == {}
+    assert hub.hub_options("org/there") == {}
     assert capsys.readouterr().err == ""
     told = threading.Event()
     server.before = lambda: told.wait(5)
@@ -248,7 +248,7 @@ def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
     listener = threading.Thread(target=release)
     listener.start()
     with pytest.raises(FileNotFoundError, match=r"the hub has no dataset of that name"):
-        hub.options("org/slow", "dataset")
+        hub.hub_options("org/slow", "dataset")
     listener.join(5)
     assert needs_teacher and "for org/slow …" in needs_teacher[0]
 

@@ -24,7 +24,7 @@ from specheads.data.config import DataConfig
 from specheads.data.rows import tokenize
 from specheads.data.sources import load_dataset_rows
 from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads_cli.app import refuse_folder
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specheads import hub
 from specheads.data import row_forms
+from specheads.hub import did_you_mean, hub_options
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -78,7 +78,7 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
             )
         return _pick_split(datasets.load_from_disk(names[0]), split, names[0])
     if len(names) == 1 and not _is_path(names[0]):
-        hub.options(names[0], "dataset")  # FileNotFoundError at once, where there is none
+        hub_options(names[0], "dataset")  # FileNotFoundError at once, where there is none
         try:
             return datasets.load_dataset(names[0], subset, split=split)
         except (FileNotFoundError, ConnectionError) as error:
@@ -91,7 +91,7 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
             sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
         )
         if not matches or not all(os.path.isfile(file) for file in matches):
-            hint = hub.did_you_mean(name) or f" (looked from {os.getcwd()})"
+            hint = did_you_mean(name) or f" (looked from {os.getcwd()})"
             raise FileNotFoundError(f"no file {name!r}{hint}")
         files += matches
     for file in files:

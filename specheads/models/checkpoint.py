@@ -18,8 +18,7 @@ from transformers.utils import logging as hf_logging
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.files import replacing
 from specheads.heads import DraftHead, HeadConfig
-from specheads.hub import commit_of
-from specheads.hub import options as hub_options
+from specheads.hub import commit_of, hub_options
 from specheads.models.base.fingerprint import fingerprint_base, weights_differ
 from specheads.models.base.loading import as_dtype, load_language_model
 from specheads.models.base.lora import JointConfig, adapted_modules, attach, detach, is_adapter

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.hf_base import UnsupportedModel, refuse_unsupported, text_config, unwrapped
 from specheads.heads import HeadConfig, head_config
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.models.base.frozen_base import mark_frozen
 from specheads.models.base.loading import as_dtype, load_language_model
 from specheads.models.base.lora import JointConfig, attach

@@ -15,7 +15,7 @@ from specheads.decoding.drafters.model import refuse_other_kind
 from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.models.base.loading import load_language_model, placement, refuse_without_config
 from specheads.models.base.quantized import quantization
 from specheads.models.config import SpecConfig

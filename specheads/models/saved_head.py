@@ -16,8 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.heads.vocabulary import draft_offsets
-from specheads.hub import did_you_mean, may_be_repository
-from specheads.hub import options as hub_options
+from specheads.hub import did_you_mean, hub_options, may_be_repository
 from specheads.models.base.loading import auto_class
 from specheads.models.base.lora import JointConfig, is_adapter
 from specheads.models.config import SpecConfig

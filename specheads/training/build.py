@@ -19,7 +19,7 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.models.base.loading import as_dtype, load_config
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel

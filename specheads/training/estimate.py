@@ -19,7 +19,7 @@ from torch import nn
 from specheads.decoding.target.hf_base import layer_count, text_config
 from specheads.heads import DraftHead
 from specheads.heads.layers.block import decoder_layers
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
 from specheads.models.base.loading import auto_class, load_config

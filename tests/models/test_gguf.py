@@ -131,7 +131,7 @@ def test_a_base_of_the_hub_is_converted_in_the_revision_it_was_loaded_in(monkeyp
         return tmp_path
 
     monkeypatch.setattr("specheads.models.formats.export.gguf_files.snapshot_download", snapshot_download)
-    monkeypatch.setattr("specheads.hub.options", lambda name: {})
+    monkeypatch.setattr("specheads.models.formats.export.gguf_files.hub_options", lambda name: {})
     assert folder_of("owner/base", "abc") == tmp_path
     assert asked["name"] == "owner/base" and asked["revision"] == "abc"
 

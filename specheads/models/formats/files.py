@@ -18,8 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, Repositor
 from torch import Tensor
 from transformers.utils import cached_file
 
-from specheads.hub import may_be_repository
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options, may_be_repository
 from specheads.models.files import (
     CONFIG,
     WEIGHTS,

@@ -22,8 +22,7 @@ from specheads.data.rows import IGNORED
 from specheads.decoding.target.hf_base import decoder_of, layer_count, text_config
 from specheads.files import remove_unfinished
 from specheads.heads import HEADS
-from specheads.hub import commit_of
-from specheads.hub import options as hub_options
+from specheads.hub import commit_of, hub_options
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.loading import load_config
 from specheads.models.base.quantized import quantization_of

@@ -11,7 +11,7 @@ import torch
 
 from specheads.data.rows import Row, truncate
 from specheads.decoding.generation.many import generate_many
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.models.base.loading import load_language_model
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask

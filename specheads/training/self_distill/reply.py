@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from specheads.data.conversation import TOOL_ROLES, Conversation, Message
 from specheads.decoding.drafters.retokenize import encode_after
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.training.self_distill.local import prompt_room
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.server import Refused

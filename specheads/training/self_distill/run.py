@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from specheads.hub import options as hub_options
+from specheads.hub import hub_options
 from specheads.models.base.loading import load_config
 from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options

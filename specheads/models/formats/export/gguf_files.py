@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers.utils import logging
 
-from specheads import hub
+from specheads.hub import hub_options, may_be_repository
 from specheads.models.files import CheckpointError
 from specheads.models.formats.export import gguf_converter
 
@@ -31,14 +31,14 @@ def converter(path: Path | str) -> Path:
 
 def folder_of(base: str | None, revision: str | None = None) -> Path:
     """The folder with the files of a base, downloaded from the hub if needed. CheckpointError if it is on neither."""
-    if base is None or not (Path(base).is_dir() or hub.may_be_repository(base)):
+    if base is None or not (Path(base).is_dir() or may_be_repository(base)):
         raise CheckpointError(
             f"the base {base or 'in memory'} is no folder; for GGUF files save it, and give it as base="
         )
     if Path(base).is_dir():
         return Path(base).resolve()
     try:
-        return Path(snapshot_download(base, revision=revision, allow_patterns=_OF_A_BASE, **hub.options(base)))
+        return Path(snapshot_download(base, revision=revision, allow_patterns=_OF_A_BASE, **hub_options(base)))
     except FileNotFoundError as error:
         raise CheckpointError(f"the base of a GGUF file: {error}") from error
 

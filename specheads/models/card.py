@@ -26,7 +26,7 @@ _SHOWN = 8  # evaluations listed at most
 
 
 @dataclass(frozen=True)
-class Record:
+class TrainingRecord:
     """A training run: its final metrics, its log, its recipe as YAML, other lines on how the head was trained, whether
     there is a picture of its curves, and the step whose head was restored at its end, where one was."""
 
@@ -38,7 +38,7 @@ class Record:
     restored_step: int | None = None
 
     @classmethod
-    def of_folder(cls, run: Path) -> Record:
+    def of_folder(cls, run: Path) -> TrainingRecord:
         """The record of the run in a folder."""
         recipe = (run / RECIPE).read_text("utf8") if (run / RECIPE).is_file() else None
         found = results(run)
@@ -53,13 +53,13 @@ def card(
     from, unless it has changed since); what is missing there is left out. license: of the head, a name that the hub
     knows."""
     folder = run or run_of(config.name_or_path, head)
-    known = Record.of_folder(Path(folder)) if folder and Path(folder).is_dir() else Record()
+    known = TrainingRecord.of_folder(Path(folder)) if folder and Path(folder).is_dir() else TrainingRecord()
     given = "" if on_the_hub(_named(config)) else ', base="path/to/the/base"'  # a base off the hub is not named
     return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
 
 
 def text(
-    config: SpecConfig, head: DraftHead, run: Record, source: str, served: str,
+    config: SpecConfig, head: DraftHead, run: TrainingRecord, source: str, served: str,
     license: str | None = None,
 ) -> str:  # fmt: skip
     """The card. source: the arguments of from_pretrained() that load the head; served: the section on other servers."""
@@ -118,7 +118,7 @@ def _named(config: SpecConfig) -> str:
     return config.base_model_name_or_path or "its base model"
 
 
-def _measured(run: Record) -> list[str]:
+def _measured(run: TrainingRecord) -> list[str]:
     """The section on accepted length and accuracy by depth, finally and over the steps."""
     last: dict[str, Any] = {}
     for log in run.history:  # each evaluation's, and of several the last of this head
@@ -178,7 +178,7 @@ def _step_table(history: Sequence[Mapping[str, Any]], name: str, prefix: str) ->
     return "\n".join([f"| {step} | accepted length | loss |\n|---:|---:|---:|", *rows])
 
 
-def _trained(config: SpecConfig, run: Record) -> list[str]:
+def _trained(config: SpecConfig, run: TrainingRecord) -> list[str]:
     """The section on data and options of the run; of files only their names."""
     parts = list(run.trained)
     if (longest := config.trained_length) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, set_seed
 
-from specheads.models.card import Record
+from specheads.models.card import TrainingRecord
 from specheads.models.files import CONFIG
 from specheads.models.run_files import RECIPE, RESULTS
 from specheads.training.build import (
@@ -148,7 +148,7 @@ class Run:
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
             curves.draw(output, self.trainer.state.log_history)
             model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=False)
-            run_card.write(output, model, Record.of_folder(output))
+            run_card.write(output, model, TrainingRecord.of_folder(output))
 
     def _metrics_if_finished(self) -> dict[str, float] | None:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would

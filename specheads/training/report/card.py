@@ -20,7 +20,7 @@ _MARK = "<!-- written by specheads, and again after each evaluation unless you c
 
 
 def write(
-    folder: Path, model: SpecModel, record: card.Record, repo_id: str | None = None, license: str | None = None
+    folder: Path, model: SpecModel, record: card.TrainingRecord, repo_id: str | None = None, license: str | None = None
 ) -> None:
     """The card of the head in `folder`; a README.md that is there and not ours stays. repo_id: where it is uploaded
     to, a base of this machine not."""

@@ -27,7 +27,7 @@ from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.base.frozen_base import explain_frozen, is_frozen_base
 from specheads.models.base.lora import is_adapter
-from specheads.models.card import Record
+from specheads.models.card import TrainingRecord
 from specheads.models.checkpoint import correct_copied_name
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.spec_model import SpecModel, SpecOutput
@@ -372,14 +372,14 @@ class SpecTrainer(Trainer):
             raise TypeError(f"the card of a head is written from its run: leave out {', '.join(sorted(options))}")
         if self.is_world_process_zero():
             folder, model = Path(str(self.args.output_dir)), self.accelerator.unwrap_model(self.model)
-            record = self.record() if self.recipe is None else Record.of_folder(folder)
+            record = self.record() if self.recipe is None else TrainingRecord.of_folder(folder)
             run_card.write(folder, model, record, self.hub_model_id, license)
 
-    def record(self) -> Record:
+    def record(self) -> TrainingRecord:
         """What a model card says of the run so far."""
         steps, processes = self.state.global_step, self.args.world_size
         trained = [] if self.recipe else run_card.described(self.args, steps, self.train_dataset, processes)
-        return Record(
+        return TrainingRecord(
             history=self.state.log_history, recipe=self.recipe, trained=trained, restored_step=self.restored_step
         )
 

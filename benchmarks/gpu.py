@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = " ".join(sys.argv[1:] if arguments is None else arguments)
     record: dict[str, Any] = {
         "command": f"python benchmarks/gpu.py {given}", "environment": environment.environment(),
-        "device": str(device), "base": machine.record(), "sections": {},
+        "device": str(device), "base": machine.to_dict(), "sections": {},
     }  # fmt: skip
     for name in options.only:
         measure, title, columns, share = SECTIONS[name]

@@ -64,7 +64,7 @@ def measure_cell(machine: Machine, texts: int, nodes: int, slots: int) -> dict[s
     read = (key.numel() + value.numel()) * key.element_size()
     return {
         "texts": texts, "nodes": nodes, "slots": slots, "floor_seconds": read / machine.floor.bandwidth,
-        "times": {name: found.record() for name, found in times.items()}, "errors": errors,
+        "times": {name: found.to_dict() for name, found in times.items()}, "errors": errors,
     }  # fmt: skip
 
 

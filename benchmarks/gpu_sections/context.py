@@ -59,7 +59,7 @@ def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
             gc.collect()
             if machine.device.type == "cuda":
                 torch.cuda.empty_cache()
-        rows.append({name: value.record() if isinstance(value, Times) else value for name, value in row.items()})
+        rows.append({name: value.to_dict() if isinstance(value, Times) else value for name, value in row.items()})
         lines.append(line_of(row))
         print("  " + " · ".join(lines[-1]), flush=True)
     return {"lines": lines, "rows": rows}

@@ -40,8 +40,8 @@ class Machine:
     def compiled(self) -> CompiledSteps:
         return compiled_steps(self.base, self.sizes.backend)
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         sizes = self.sizes
         heads = f"{sizes.heads} heads over {sizes.key_heads}"
         shape = f"{sizes.layers} × {sizes.hidden}, {heads}, vocabulary {sizes.vocab_size:,}"
-        return {"name": sizes.name, "shape": shape, "dtype": str(sizes.dtype), "floor": self.floor.record()}
+        return {"name": sizes.name, "shape": shape, "dtype": str(sizes.dtype), "floor": self.floor.to_dict()}

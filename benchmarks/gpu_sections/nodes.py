@@ -55,8 +55,8 @@ def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
     for nodes in texts:
         whole = compiled[nodes] if compiled[nodes].seconds else None
         rows.append({
-            "nodes": nodes, "verify": verify[nodes].record(), "step": step[nodes].record(),
-            "compiled_step": whole and whole.record(), "peak_bytes": peaks[nodes],
+            "nodes": nodes, "verify": verify[nodes].to_dict(), "step": step[nodes].to_dict(),
+            "compiled_step": whole and whole.to_dict(), "peak_bytes": peaks[nodes],
         })  # fmt: skip
         lines.append([
             str(nodes), str(verify[nodes]), f"{verify[nodes].median / floor:.2f}", str(step[nodes]),

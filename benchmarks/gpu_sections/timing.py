@@ -55,7 +55,7 @@ class Times:
     def median(self) -> float:
         return median(self.seconds)
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"ms": 1e3 * self.median, "interval_ms": self.interval_ms(), "count": len(self.seconds)}
 
     def interval_ms(self) -> list[float] | None:

@@ -58,7 +58,7 @@ class Estimate:
     sharded_loading: float | None = None
     recurrent_states: str | None = None
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "memory_total": sum(self.memory.values())}
 
     def lines(self) -> list[str]:

@@ -207,7 +207,7 @@ def test_bandwidth_is_of_the_fastest_read_after_the_first():
     times = iter([0.0, 1e-9, 1.0, 1.4, 2.0, 2.2, 3.0, 3.3])
     found = floor.read_bandwidth(4096 * 16, torch.device("cpu"), repeats=3, clock=lambda: next(times))
     assert found == pytest.approx(4096 * 16 / 0.2)
-    assert floor.Floor(1000, 500.0).seconds == 2 and floor.Floor(1000, 500.0).record()["seconds"] == 2
+    assert floor.Floor(1000, 500.0).seconds == 2 and floor.Floor(1000, 500.0).to_dict()["seconds"] == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- results

@@ -24,7 +24,7 @@ class Floor:
     def seconds(self) -> float:
         return self.weight_bytes / self.bandwidth
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": self.seconds}
 
 

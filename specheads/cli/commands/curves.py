@@ -15,7 +15,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> list[dict[str, Any]]:
     """Draw the runs into `output`, and return their curves as plain values."""
     curves = [compare.read_curve(folder) for folder in folders]
     compare.draw(curves, output)
-    return [curve.record() for curve in curves]
+    return [curve.to_dict() for curve in curves]
 
 
 def show(curves: Sequence[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ def show_estimate(
     wanted = read_recipe(recipe, overrides)
     launch = LaunchConfig(processes, distributed)
     found = estimate(wanted, launch.processes, launch.distributed, device)
-    print(_json(found.record()) if as_json else "\n".join(found.lines()))
+    print(_json(found.to_dict()) if as_json else "\n".join(found.lines()))
 
 
 def refuse_without_dry_run(**given: Any) -> None:

@@ -37,7 +37,7 @@ class Curve:
     held_out: bool
     points: list[Point]
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 

@@ -30,7 +30,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LearningCurve:
     """held_out: of evaluations; else of the training batches."""
 
     run: str
@@ -41,7 +41,7 @@ class Curve:
         return asdict(self)
 
 
-def read_curve(folder: Path) -> Curve:
+def read_curve(folder: Path) -> LearningCurve:
     """The curve of a run's folder: of its evaluations where it has any, else of its training batches.
 
     OSError where there is no trainer_state.json; ValueError for one that is none, or that has no accepted length by
@@ -71,7 +71,7 @@ def read_curve(folder: Path) -> Curve:
     if not found:
         raise ValueError(f"{file} has no {name}: every row was shorter than the drafted depth")
     points = [_point(step, found[step], name, logs) for step in sorted(found)]
-    return Curve(str(folder), held_out, points)
+    return LearningCurve(str(folder), held_out, points)
 
 
 def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[int, float, float]]) -> Point:
@@ -85,7 +85,7 @@ def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[
     return Point(step, tokens, seconds, length, low, high)
 
 
-def draw(curves: Sequence[Curve], path: Path) -> None:
+def draw(curves: Sequence[LearningCurve], path: Path) -> None:
     """The figure: a panel for each of AXES, a line for each run, named at its end, in a band that is its interval.
 
     ImportError without matplotlib.

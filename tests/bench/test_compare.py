@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from specheads.bench import decoders
 from specheads.bench.compare import openvino, report, run
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.compare.decoder_texts import Ours, TransformersLookup, expand, parse_decoder
 from specheads.bench.compare.peer import Peer, PeerError
 from specheads.bench.compare.prompt_sets import PromptSet, default_sets
@@ -80,16 +80,16 @@ def test_trees_and_rules_multiply_what_names_none():
 def test_compiled_decoders_ask_generate_for_it(monkeypatch):
     asked = {}
     monkeypatch.setattr(decoders, "drafted", lambda *args, **options: asked.update(options))
-    engine = Engine(Models(None, None), None, 4, 4, {})
-    parse_decoder("plain compile").build(engine, Cell("p", 1, 0.8))
+    setup = BenchSetup(Models(None, None), None, 4, 4, {})
+    parse_decoder("plain compile").build(setup, Cell("p", 1, 0.8))
     assert asked["compile"] is True and asked["temperature"] == 0.8
-    parse_decoder("plain").build(engine, GREEDY)
+    parse_decoder("plain").build(setup, GREEDY)
     asked.clear()
-    parse_decoder("plain").build(engine, GREEDY)
+    parse_decoder("plain").build(setup, GREEDY)
     assert "compile" not in asked and asked["do_sample"] is False
 
 
-def test_auto_asks_the_models_own_generate_for_it(monkeypatch, engine):
+def test_auto_asks_the_models_own_generate_for_it(monkeypatch, setup):
     original, asked = SpecModel.generate, []
 
     def generate(self, inputs=None, *, draft, **options):
@@ -98,10 +98,10 @@ def test_auto_asks_the_models_own_generate_for_it(monkeypatch, engine):
 
     monkeypatch.setattr(SpecModel, "generate", generate)
     batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2)}
-    auto = parse_decoder("eagle3 auto").build(engine, GREEDY)(batch, None)
-    assert asked == ["auto"] and auto.tokens == parse_decoder("eagle3").build(engine, GREEDY)(batch, None).tokens
+    auto = parse_decoder("eagle3 auto").build(setup, GREEDY)(batch, None)
+    assert asked == ["auto"] and auto.tokens == parse_decoder("eagle3").build(setup, GREEDY)(batch, None).tokens
     with pytest.raises(ValueError, match="auto takes a head, and 'lookup' is none"):
-        parse_decoder("lookup auto").build(engine, GREEDY)
+        parse_decoder("lookup auto").build(setup, GREEDY)
     assert expand(["eagle3", "eagle3 auto"], ["chain:3"]) == ["eagle3 tree=chain:3", "eagle3 auto"]
 
 
@@ -119,7 +119,7 @@ class Scripted:
     def refusal(self, cell):
         return "takes one row at a time" if self.name == "single" and cell.batch > 1 else None
 
-    def build(self, engine, cell):
+    def build(self, setup, cell):
         def decode(batch, watch):
             if self.fails == int(batch["input_ids"][0, 0]):
                 raise PeerError("cannot take it")
@@ -132,22 +132,22 @@ class Scripted:
 
 
 @pytest.fixture
-def engine(shipped):
-    return Engine(Models.load(str(shipped / "base")), shipped, 4, 8, {})
+def setup(shipped):
+    return BenchSetup(Models.load(str(shipped / "base")), shipped, 4, 8, {})
 
 
-def measured(monkeypatch, engine, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
+def measured(monkeypatch, setup, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
     monkeypatch.setattr(run, "parse_decoder", lambda text: specs[text])
     given = {"reference": next(iter(specs)), "batch": (1,), "temperature": (0.0,), "repeats": 2, **options}
     asked = run.BenchOptions(tuple(specs), max_new_tokens=4, **given)
     sets = [PromptSet("p", [list(ids) for ids in prompts], [None] * len(prompts))]
-    return run.run(asked, engine, sets, folder, tell)
+    return run.run(asked, setup, sets, folder, tell)
 
 
-def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, engine, tmp_path):
+def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, setup, tmp_path):
     log = []
     specs = {name: Scripted(name, log) for name in "abc"}
-    outcome = measured(monkeypatch, engine, tmp_path, specs)
+    outcome = measured(monkeypatch, setup, tmp_path, specs)
     orders = ["".join(one["order"]) for one in outcome.rounds]
     assert "".join(log) == "aabbcc" + "".join(orders)  # the warm-up takes the shortest and the longest batch
     assert [(one["repeat"], one["index"]) for one in outcome.rounds] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -156,47 +156,47 @@ def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, engine
 
 
 @pytest.mark.parametrize("dies_at", [9, 12, 14])
-def test_a_stopped_run_keeps_its_rounds_and_resumes_with_the_others(monkeypatch, engine, tmp_path, dies_at):
+def test_a_stopped_run_keeps_its_rounds_and_resumes_with_the_others(monkeypatch, setup, tmp_path, dies_at):
     log = []
-    stopped = measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log, dies_at=dies_at) for name in "abc"})
+    stopped = measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log, dies_at=dies_at) for name in "abc"})
     assert not stopped.complete and len(stopped.rounds) == (dies_at - 6) // 3
     log.clear()
-    whole = measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "abc"})
+    whole = measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log) for name in "abc"})
     assert whole.complete and whole.rounds[: len(stopped.rounds)] == stopped.rounds and len(whole.rounds) == 4
     assert len(log) == 6 + 3 * (4 - len(stopped.rounds))
     log.clear()
-    again = measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "abc"})
+    again = measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log) for name in "abc"})
     assert again.rounds == whole.rounds and log == []
 
 
-def test_before_the_first_round_ctrl_c_is_ctrl_c(monkeypatch, engine, tmp_path):
+def test_before_the_first_round_ctrl_c_is_ctrl_c(monkeypatch, setup, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", [], dies_at=2)})
+        measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", [], dies_at=2)})
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"prompts": ((5, 6), (7, 9))}, {"reference": "b"}])
-def test_another_question_is_measured_anew(monkeypatch, engine, tmp_path, change):
+def test_another_question_is_measured_anew(monkeypatch, setup, tmp_path, change):
     log = []
     for options in ({}, change):
         log.clear()
-        measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "ab"}, **options)
+        measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log) for name in "ab"}, **options)
         assert len(log) == 4 + 8
     assert len(Results(tmp_path / RESULTS).rows) == 8
 
 
-def test_another_default_tree_other_costs_and_another_peer_are_measured_anew(engine, tmp_path, monkeypatch):
+def test_another_default_tree_other_costs_and_another_peer_are_measured_anew(setup, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr("os.getloadavg", lambda: (random.random() * 100, 0, 0))
-    version, base = iter(["1.2", "1.2", "1.2", "1.2", "1.3"]), engine.models.target
-    engine.peers["fake"] = SimpleNamespace(command=["python"], ask=lambda op: {"fake": next(version)})
+    version, base = iter(["1.2", "1.2", "1.2", "1.2", "1.3"]), setup.models.target
+    setup.peers["fake"] = SimpleNamespace(command=["python"], ask=lambda op: {"fake": next(version)})
     asked = run.BenchOptions(("eagle3", "eagle3 auto"), "plain")
 
     def identity():
-        return run.identity(asked, engine, {text: parse_decoder(text) for text in asked.decoders})
+        return run.identity(asked, setup, {text: parse_decoder(text) for text in asked.decoders})
 
     first = identity()
     assert identity() == first, "whatever the load"
-    head = engine.drafter("eagle3")
+    head = setup.drafter("eagle3")
     replace(FREE, key=cost_key(base, head)).save(cost_path(cost_key(base, head)))
     seen = {first, identity()}
     head.config = replace(head.config, tree=((0,), (0, 0)))
@@ -205,16 +205,16 @@ def test_another_default_tree_other_costs_and_another_peer_are_measured_anew(eng
     assert len(seen) == 4
 
 
-def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, engine, tmp_path):
+def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, setup, tmp_path):
     log = []
-    measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, repeats=1)
+    measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", log)}, repeats=1)
     log.clear()
-    outcome = measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, repeats=3)
+    outcome = measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", log)}, repeats=3)
     assert len(outcome.rounds) == 6 and len(log) == 2 + 4
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(engine, tmp_path, monkeypatch, batch):
+def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(setup, tmp_path, monkeypatch, batch):
     taken, timed = [], run.timed
 
     def watched(decoder, batch):
@@ -223,10 +223,10 @@ def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(en
         return found
 
     monkeypatch.setattr(run, "timed", watched)
-    engine.max_new_tokens = 12
+    setup.max_new_tokens = 12
     names = ("transformers", "plain", "lookup", "eagle3 tree=chain:2", "plain refill")
     asked = run.BenchOptions(names, batch=(batch,), temperature=(1.5,), max_new_tokens=12, repeats=1, queue=2)
-    outcome = run.run(asked, engine, [PromptSet("p", [[5, 6]] * 4, [None] * 4)], tmp_path, quiet)
+    outcome = run.run(asked, setup, [PromptSet("p", [[5, 6]] * 4, [None] * 4)], tmp_path, quiet)
     assert outcome.left_out == {}
     texts = {name: [] for name in names}
     for name, rows in zip((name for one in outcome.rounds for name in one["order"]), taken, strict=True):
@@ -236,24 +236,24 @@ def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(en
     assert len({tuple(sorted(one)) for one in ours}) == 1
 
 
-def test_no_cell_searches_with_the_beams_of_the_base_s_own_config(engine, monkeypatch):
-    monkeypatch.setattr(engine.models.target.generation_config, "num_beams", 3)
+def test_no_cell_searches_with_the_beams_of_the_base_s_own_config(setup, monkeypatch):
+    monkeypatch.setattr(setup.models.target.generation_config, "num_beams", 3)
     batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2), "seeds": [7]}
     for cell in (GREEDY, replace(GREEDY, temperature=0.8)):
         plain, theirs, drafted = (
-            parse_decoder(name).build(engine, cell)(batch, None).tokens
+            parse_decoder(name).build(setup, cell)(batch, None).tokens
             for name in ("plain", "transformers", "eagle3 tree=chain:2")
         )
         assert drafted == plain and (cell.temperature or theirs == plain)
 
 
-def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, engine, tmp_path):
+def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, setup, tmp_path):
     specs = {
         "ref": Scripted("ref", []), "single": Scripted("single", []), "other": Scripted("other", [], count=2),
         "broken": Scripted("broken", [], fails=5), "late": Scripted("late", [], fails=7),
     }  # fmt: skip
     prompts = ((5, 6), (7, 8, 9), (6, 1, 1, 1))
-    outcome = measured(monkeypatch, engine, tmp_path, specs, prompts=prompts, batch=(1, 3), repeats=1)
+    outcome = measured(monkeypatch, setup, tmp_path, specs, prompts=prompts, batch=(1, 3), repeats=1)
     cell, batched = "p, batch 1, T = 0", "p, batch 3, T = 0"
     assert outcome.left_out == {
         "broken": {cell: "cannot take it"}, "single": {batched: "takes one row at a time"},
@@ -266,13 +266,13 @@ def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch,
     by_name = {row["decoder"]: row for row in rows if row["batch"] == 1}
     assert by_name["late"]["texts"] == 1 and by_name["ref"]["same_text"] == 3 and by_name["other"]["same_text"] == 0
     with pytest.raises(PeerError):  # nothing to compare with
-        measured(monkeypatch, engine, tmp_path / "new", specs, prompts=prompts, reference="broken")
+        measured(monkeypatch, setup, tmp_path / "new", specs, prompts=prompts, reference="broken")
 
 
-def test_progress_never_goes_back_and_ends_at_1(monkeypatch, engine, tmp_path):
+def test_progress_never_goes_back_and_ends_at_1(monkeypatch, setup, tmp_path):
     told = []
     measured(
-        monkeypatch, engine, tmp_path, {name: Scripted(name, []) for name in "ab"}, batch=(1, 2),
+        monkeypatch, setup, tmp_path, {name: Scripted(name, []) for name in "ab"}, batch=(1, 2),
         tell=lambda part, note: told.append((part, note)),
     )  # fmt: skip
     parts = [part for part, _ in told]
@@ -285,16 +285,16 @@ def test_progress_never_goes_back_and_ends_at_1(monkeypatch, engine, tmp_path):
 MIXED = tuple([5 + i, *range(20, 20 + i)] for i in range(7))
 
 
-def run_queue(engine, folder, *texts, prompts=MIXED, **options):
-    engine.max_new_tokens = 11
+def run_queue(setup, folder, *texts, prompts=MIXED, **options):
+    setup.max_new_tokens = 11
     given = {"batch": (2,), "temperature": (0.0,), "repeats": 1, "queue": 4, "lowest_limit": 2, **options}
     asked = run.BenchOptions(texts, texts[0], max_new_tokens=11, **given)
-    return run.run(asked, engine, [PromptSet("p", list(prompts), [None] * len(prompts))], folder, quiet)
+    return run.run(asked, setup, [PromptSet("p", list(prompts), [None] * len(prompts))], folder, quiet)
 
 
-def test_a_refilled_batch_is_measured_beside_an_unfilled_one(engine, tmp_path):
+def test_a_refilled_batch_is_measured_beside_an_unfilled_one(setup, tmp_path):
     texts = ("transformers", "plain", "plain refill", "eagle3", "eagle3 tree=chain:2 refill", "eagle3 auto")
-    outcome = run_queue(engine, tmp_path, *texts)
+    outcome = run_queue(setup, tmp_path, *texts)
     assert outcome.complete and outcome.left_out == {}
     assert [len(one["categories"]) for one in outcome.rounds] == [4, 3]  # queues, not batches
     rows = {row["decoder"]: row for row in report.rows_of(outcome.rounds, "transformers", 11, 1.0)}
@@ -306,17 +306,17 @@ def test_a_refilled_batch_is_measured_beside_an_unfilled_one(engine, tmp_path):
     assert 0 < rows["plain refill"]["step_seconds"] < 1 > rows["plain"]["step_seconds"] > 0
 
 
-def test_sampled_texts_of_a_queue_are_measured_too(engine, tmp_path):
-    outcome = run_queue(engine, tmp_path, "plain", "plain refill", temperature=(0.8,))
+def test_sampled_texts_of_a_queue_are_measured_too(setup, tmp_path):
+    outcome = run_queue(setup, tmp_path, "plain", "plain refill", temperature=(0.8,))
     one, two = (outcome.rounds[0]["decoders"][name]["tokens"] for name in ("plain", "plain refill"))
     assert outcome.complete and one == two == draw_numbers(7, 2, 11, 0, "limits p")[:4]
 
 
-def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(engine, tmp_path, monkeypatch):
+def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(setup, tmp_path, monkeypatch):
     found = {}
 
     class Watching(Scripted):
-        def build(self, engine, cell):
+        def build(self, setup, cell):
             def decode(batch, watch):
                 drawn = found.setdefault(cell.prompts, {"lengths": [], "limits": []})
                 drawn["lengths"] += batch["attention_mask"].sum(1).tolist()
@@ -326,21 +326,21 @@ def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(engine,
             return decode
 
     monkeypatch.setattr(run, "parse_decoder", lambda text: Watching(text, []))
-    sets = default_sets(engine.models.tokenizer, 64, 128, fewest=16)
+    sets = default_sets(setup.models.tokenizer, 64, 128, fewest=16)
     asked = run.BenchOptions(("a",), "a", (64,), (0.0,), 256, 1, lowest_limit=32, queue=64)
-    run.run(asked, engine, sets, tmp_path, quiet)
+    run.run(asked, setup, sets, tmp_path, quiet)
     drawn = [torch.tensor(one[use][:64]).double() for one in found.values() for use in ("lengths", "limits")]
     assert [(int(one.min()) >= low, len(one)) for one, low in zip(drawn, (16, 32) * 2, strict=True)] == [(True, 64)] * 4
     # The draws are fixed by the seed: 0.5 is four standard deviations of 64 independent pairs.
     assert float((torch.corrcoef(torch.stack(drawn)) - torch.eye(4)).abs().max()) < 0.5
 
 
-def test_without_a_range_a_queue_has_one_limit(engine, tmp_path):
-    outcome = run_queue(engine, tmp_path, "plain", "lookup refill", lowest_limit=None, queue=7)
+def test_without_a_range_a_queue_has_one_limit(setup, tmp_path):
+    outcome = run_queue(setup, tmp_path, "plain", "lookup refill", lowest_limit=None, queue=7)
     assert [one["decoders"]["lookup refill"]["tokens"] for one in outcome.rounds] == [[11] * 7]
 
 
-def test_refilling_asks_for_a_queue_and_for_what_can_be_refilled(engine, tmp_path):
+def test_refilling_asks_for_a_queue_and_for_what_can_be_refilled(setup, tmp_path):
     with pytest.raises(ValueError, match="'plain refill' refills rows from a queue"):
         run.BenchOptions(("plain refill",))
     with pytest.raises(ValueError, match="at least a batch of 16"):
@@ -348,21 +348,21 @@ def test_refilling_asks_for_a_queue_and_for_what_can_be_refilled(engine, tmp_pat
     with pytest.raises(ValueError, match="the smaller first"):
         run.BenchOptions(("plain",), max_new_tokens=8, lowest_limit=9)
 
-    class Rigid(type(engine.drafter("lookup"))):
+    class Rigid(type(setup.drafter("lookup"))):
         refillable = False
 
-    engine.models.drafter = lambda name: Rigid(2)
-    outcome = run_queue(engine, tmp_path, "plain", "lookup refill")
+    setup.models.drafter = lambda name: Rigid(2)
+    outcome = run_queue(setup, tmp_path, "plain", "lookup refill")
     (reason,) = set(outcome.left_out["lookup refill"].values())
     assert reason == "its rows cannot be refilled: Rigid cannot change the prompt of one row"
 
 
 @pytest.mark.parametrize("change", [{"queue": 5}, {"lowest_limit": 3}])
-def test_another_queue_is_measured_anew(monkeypatch, engine, tmp_path, change):
+def test_another_queue_is_measured_anew(monkeypatch, setup, tmp_path, change):
     for options in ({}, change):
         log = []
         given = {"queue": 4, "lowest_limit": 2, **options}
-        measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, prompts=MIXED, repeats=1, **given)
+        measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", log)}, prompts=MIXED, repeats=1, **given)
         assert len(log) > 4
 
 
@@ -399,8 +399,8 @@ def test_a_peer_that_refuses_or_ends_says_so(peer, tmp_path):
         Peer("gone", [str(tmp_path / "python")], tmp_path).ask("versions")
 
 
-def test_openvino_is_one_of_the_decoders_in_turn(engine, tmp_path, peer, monkeypatch):
-    engine.peers["openvino"] = peer
+def test_openvino_is_one_of_the_decoders_in_turn(setup, tmp_path, peer, monkeypatch):
+    setup.peers["openvino"] = peer
     # The published form has no place for the layers of so small a head.
     monkeypatch.setattr(
         openvino, "export", lambda config, base, head, out, to, **options: Path(out).mkdir(parents=True)
@@ -416,29 +416,29 @@ def test_openvino_is_one_of_the_decoders_in_turn(engine, tmp_path, peer, monkeyp
     peer.ask = convert
     options = run.BenchOptions(("openvino", "openvino:2:eagle3"), "plain", (1, 2), (0.0,), 4, 1)
     sets = [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
-    outcome = run.run(options, engine, sets, tmp_path, quiet)
+    outcome = run.run(options, setup, sets, tmp_path, quiet)
     assert outcome.complete and outcome.left_out == {}
     assert all(one["decoders"]["openvino"]["seconds"] == 0.25 for one in outcome.rounds)
-    taps = engine.drafter("eagle3").layers
+    taps = setup.drafter("eagle3").layers
     assert asked == [("base", None), (asked[1][0], [layer - 1 for layer in taps])]
     assert not list(peer.folder.glob("*-p*"))  # neither half an export nor the published form between
     peer.opened.clear()
-    run.run(options, engine, sets, tmp_path / "again", quiet)
+    run.run(options, setup, sets, tmp_path / "again", quiet)
     assert len(asked) == 2  # exports are made once
 
 
-def test_openvino_says_what_it_needs(engine):
+def test_openvino_says_what_it_needs(setup):
     with pytest.raises(PeerError, match="--peer openvino=PYTHON"):
-        parse_decoder("openvino").build(engine, GREEDY)
+        parse_decoder("openvino").build(setup, GREEDY)
     sampled = Cell("p", 1, 0.8)
     assert "does not sample" in parse_decoder("openvino-lookup").refusal(sampled)
     assert "do not sample" in parse_decoder("openvino:16:h:4:4").refusal(sampled)
     assert parse_decoder("openvino:16:h:4:4").refusal(GREEDY) is parse_decoder("openvino:5:h").refusal(sampled) is None
 
 
-def test_openvino_takes_no_other_head(engine, tmp_path, peer):
-    engine.peers["openvino"] = peer
+def test_openvino_takes_no_other_head(setup, tmp_path, peer):
+    setup.peers["openvino"] = peer
     (peer.folder).mkdir()
     peer.ask = lambda op, **arguments: Path(arguments["out"]).mkdir(parents=True) if op == "convert" else {}
     with pytest.raises(PeerError, match="'medusa' is none"):
-        parse_decoder("openvino:2:medusa").build(engine, GREEDY)
+        parse_decoder("openvino:2:medusa").build(setup, GREEDY)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specheads.bench.compare import llama, run
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.compare.decoder_texts import parse_decoder
 from specheads.bench.compare.llama_source import write_source
 from specheads.bench.compare.llama_worker import Engines
@@ -214,12 +214,12 @@ def test_the_workers_lookup_has_its_length_and_a_cache_of_its_own_dtype(engines)
 
 
 @pytest.fixture
-def engine():
-    return Engine(Models(llama_base(), build_tokenizer()), None, 4, 8, {})
+def setup():
+    return BenchSetup(Models(llama_base(), build_tokenizer()), None, 4, 8, {})
 
 
-def test_llama_cpp_is_one_of_the_decoders_in_turn(engine, tmp_path):
-    peer = engine.peers["llama.cpp"] = Peer("fake", [sys.executable, "-I", str(FAKE)], tmp_path / "peers")
+def test_llama_cpp_is_one_of_the_decoders_in_turn(setup, tmp_path):
+    peer = setup.peers["llama.cpp"] = Peer("fake", [sys.executable, "-I", str(FAKE)], tmp_path / "peers")
     asked, ask = [], peer.ask
 
     def convert(op, **arguments):
@@ -232,7 +232,7 @@ def test_llama_cpp_is_one_of_the_decoders_in_turn(engine, tmp_path):
     peer.ask = convert
     options = run.BenchOptions(("llama.cpp", "llama.cpp-lookup:6"), "plain", (1, 2), (0.0,), 4, 1)
     sets = [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
-    outcome = run.run(options, engine, sets, tmp_path, lambda fraction, note: None)
+    outcome = run.run(options, setup, sets, tmp_path, lambda fraction, note: None)
     peer.close()
     reason = "llama-cpp-python generates one row at a time"
     assert outcome.complete and outcome.left_out == {
@@ -246,9 +246,9 @@ def test_llama_cpp_is_one_of_the_decoders_in_turn(engine, tmp_path):
     assert [path.suffix for path in peer.folder.iterdir()] == [".gguf"]  # neither a half file nor its source
 
 
-def test_llama_cpp_says_what_it_needs(engine):
+def test_llama_cpp_says_what_it_needs(setup):
     with pytest.raises(PeerError, match=r"--peer llama\.cpp=PYTHON"):
-        parse_decoder("llama.cpp").build(engine, GREEDY)
+        parse_decoder("llama.cpp").build(setup, GREEDY)
     with pytest.raises(ValueError, match="drafts nothing"):
         parse_decoder("llama.cpp-lookup:0")
 
@@ -258,12 +258,12 @@ def test_llama_cpp_says_what_it_needs(engine):
 def test_llama_cpp_itself_gives_the_bases_logits_and_text(tmp_path, shape):
     base = llama_base(**SHAPES[shape])
     peer = Peer("llama.cpp", [os.environ[PYTHON], "-I", str(llama.WORKER)], tmp_path)
-    engine = Engine(Models(base, build_tokenizer()), None, 12, len(IDS), {"llama.cpp": peer})
+    setup = BenchSetup(Models(base, build_tokenizer()), None, 12, len(IDS), {"llama.cpp": peer})
     batch = {"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, len(IDS))}
     try:
-        ours = parse_decoder("transformers").build(engine, GREEDY)(batch, None).tokens
+        ours = parse_decoder("transformers").build(setup, GREEDY)(batch, None).tokens
         for text in ("llama.cpp", "llama.cpp-lookup:4"):
-            assert parse_decoder(text).build(engine, GREEDY)(batch, None).tokens == ours
+            assert parse_decoder(text).build(setup, GREEDY)(batch, None).tokens == ours
         with torch.no_grad():
             wanted = base(batch["input_ids"]).logits[0, -1].numpy()
         numpy.testing.assert_allclose(peer.ask("logits", key="plain", ids=IDS)["logits"], wanted, atol=2e-3)

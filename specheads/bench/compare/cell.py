@@ -24,7 +24,7 @@ class Cell:
 
 
 @dataclass
-class Engine:
+class BenchSetup:
     """models: the base, its tokenizer and its drafters; checkpoints: a folder whose heads go by their names there;
     longest: most tokens of a prompt; peers: programs in environments of their own, by name."""
 

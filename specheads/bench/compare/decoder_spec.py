@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.runner import Decoder
 
 
@@ -33,7 +33,7 @@ class DecoderSpec(ABC):
         return None
 
     @abstractmethod
-    def build(self, engine: Engine, cell: Cell) -> Decoder: ...
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder: ...
 
 
 class OneRow(DecoderSpec):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench import decoders
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.compare.decoder_spec import DecoderSpec, OneRow
 from specheads.bench.compare.llama import LlamaCpp, LlamaCppLookup
 from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
@@ -34,18 +34,18 @@ _SWITCHES = ("compile", "auto", "refill")  # words without a value
 class Transformers(DecoderSpec):
     """generate(), eager."""
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        base = engine.models.target
-        return decoders.transformers_generate(base, engine.max_new_tokens, **engine.sampling(cell))
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        base = setup.models.target
+        return decoders.transformers_generate(base, setup.max_new_tokens, **setup.sampling(cell))
 
 
 @dataclass(frozen=True)
 class TransformersStatic(DecoderSpec):
     """generate() with a static cache and torch.compile."""
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        base = engine.models.target
-        return decoders.transformers_static(base, engine.max_new_tokens, engine.longest, **engine.sampling(cell))
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        base = setup.models.target
+        return decoders.transformers_static(base, setup.max_new_tokens, setup.longest, **setup.sampling(cell))
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class TransformersLookup(OneRow):
 
     num_tokens: int = 10
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        given = {**engine.sampling(cell), "prompt_lookup_num_tokens": self.num_tokens}
-        return decoders.transformers_generate(engine.models.target, engine.max_new_tokens, **given)
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        given = {**setup.sampling(cell), "prompt_lookup_num_tokens": self.num_tokens}
+        return decoders.transformers_generate(setup.models.target, setup.max_new_tokens, **given)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class TransformersAssisted(OneRow):
     def drafters(self) -> tuple[str, ...]:
         return (f"model:{self.path}",)
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        small: Any = engine.drafter(*self.drafters)
-        sampling = engine.sampling(cell)
-        return decoders.assisted(engine.models.target, small.small, engine.max_new_tokens, sampling)
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        small: Any = setup.drafter(*self.drafters)
+        sampling = setup.sampling(cell)
+        return decoders.assisted(setup.models.target, small.small, setup.max_new_tokens, sampling)
 
 
 DECODERS: Registry[Any] = Registry(
@@ -107,12 +107,12 @@ class Ours(DecoderSpec):
     def compiles_as_needed(self) -> bool:
         return self.compile and self.auto
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        drafter = None if self.drafter is None else engine.drafter(self.drafter)
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        drafter = None if self.drafter is None else setup.drafter(self.drafter)
         plan = None if drafter is None or self.tree is None else as_plan(self.tree, drafter)
         rule = None if self.accept is None else rule_named(self.accept)
-        options = engine.sampling(cell) | ({"compile": True} if self.compile else {})
-        base, length = engine.models.target, engine.max_new_tokens
+        options = setup.sampling(cell) | ({"compile": True} if self.compile else {})
+        base, length = setup.models.target, setup.max_new_tokens
         chosen = drafter
         if self.auto:
             if not isinstance(drafter, DraftHead):

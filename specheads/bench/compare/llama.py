@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.compare.decoder_spec import OneRow
 from specheads.bench.compare.llama_source import write_source
 from specheads.bench.compare.peer import PeerError, write_once
@@ -29,8 +29,8 @@ class LlamaCpp(OneRow):
     peer: ClassVar[str | None] = NAME
     reason: ClassVar[str] = "llama-cpp-python generates one row at a time"
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        return _decoder(engine, cell)
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        return _decoder(setup, cell)
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class LlamaCppLookup(LlamaCpp):
         if self.num_tokens < 1:
             raise ValueError(f"llama.cpp-lookup:{self.num_tokens} drafts nothing; give at least 1 token")
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
-        return _decoder(engine, cell, lookup=self.num_tokens, ngram=NGRAM)
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        return _decoder(setup, cell, lookup=self.num_tokens, ngram=NGRAM)
 
 
-def _decoder(engine: Engine, cell: Cell, *, lookup: int = 0, ngram: int = 0) -> Decoder:
-    if NAME not in engine.peers:
+def _decoder(setup: BenchSetup, cell: Cell, *, lookup: int = 0, ngram: int = 0) -> Decoder:
+    if NAME not in setup.peers:
         raise PeerError(f"{NAME} decodes in an environment of its own: give --peer {NAME}=PYTHON")
-    peer, base = engine.peers[NAME], engine.models.target
+    peer, base = setup.peers[NAME], setup.models.target
     path = peer.folder / f"base-{digest(fingerprint_base(base), str(base.dtype))}.gguf"
 
     def convert(out: Path) -> None:
         source = out.with_name(out.name + "-source")
         shutil.rmtree(source, ignore_errors=True)
-        write_source(base, engine.models.tokenizer, source)
+        write_source(base, setup.models.tokenizer, source)
         peer.ask("convert", model=str(source), out=str(out))
         shutil.rmtree(source)
 
@@ -64,9 +64,9 @@ def _decoder(engine: Engine, cell: Cell, *, lookup: int = 0, ngram: int = 0) -> 
     loaded: dict[str, Any] = {
         "base": str(path), "num_threads": torch.get_num_threads(), "exact_cache": base.dtype == torch.float32,
         # One more than the text may have, and what a draft may add.
-        "num_positions": engine.longest + engine.max_new_tokens + lookup + 1, "lookup": lookup, "ngram": ngram,
+        "num_positions": setup.longest + setup.max_new_tokens + lookup + 1, "lookup": lookup, "ngram": ngram,
     }  # fmt: skip
     return peer.decoder(
-        f"lookup {lookup}" if lookup else "plain", loaded, max_new_tokens=engine.max_new_tokens,
-        temperature=cell.temperature, ends=engine.ends,
+        f"lookup {lookup}" if lookup else "plain", loaded, max_new_tokens=setup.max_new_tokens,
+        temperature=cell.temperature, ends=setup.ends,
     )  # fmt: skip

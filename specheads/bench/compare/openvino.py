@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.compare.decoder_spec import DecoderSpec
 from specheads.bench.compare.peer import Peer, PeerError, write_once
 from specheads.bench.figures.identity import weight_sums
@@ -52,11 +52,11 @@ class OpenVINO(DecoderSpec):
     def refusal(self, cell: Cell) -> str | None:
         return "its trees do not sample" if self.depth and cell.temperature else None
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
         options = {"num_assistant_tokens": self.num_tokens} if self.num_tokens else {}
         if self.depth:
             options |= {"tree_depth": self.depth, "branching_factor": self.branching}
-        return _decoder(engine, cell, options, head=self.head)
+        return _decoder(setup, cell, options, head=self.head)
 
 
 @dataclass(frozen=True)
@@ -69,32 +69,34 @@ class OpenVINOLookup(DecoderSpec):
     def refusal(self, cell: Cell) -> str | None:
         return "its prompt lookup does not sample" if cell.temperature else None
 
-    def build(self, engine: Engine, cell: Cell) -> Decoder:
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
         options = {"num_assistant_tokens": self.num_tokens, "max_ngram_size": NGRAM}
-        return _decoder(engine, cell, options, lookup=True)
+        return _decoder(setup, cell, options, lookup=True)
 
 
-def _decoder(engine: Engine, cell: Cell, options: dict[str, int], *, head: str = "", lookup: bool = False) -> Decoder:
-    if NAME not in engine.peers:
+def _decoder(
+    setup: BenchSetup, cell: Cell, options: dict[str, int], *, head: str = "", lookup: bool = False
+) -> Decoder:
+    if NAME not in setup.peers:
         raise PeerError("openvino decodes in an environment of its own: give --peer openvino=PYTHON")
-    peer, base = engine.peers[NAME], engine.models.target
+    peer, base = setup.peers[NAME], setup.models.target
     folder = peer.folder / f"base-{digest(fingerprint_base(base))}"
     write_once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
     loaded: dict[str, Any] = {"base": str(folder), "lookup": lookup, "num_threads": torch.get_num_threads()}
     if head:
-        loaded["head"] = str(_converted_head(peer, engine, engine.drafter(head), head))
+        loaded["head"] = str(_converted_head(peer, setup, setup.drafter(head), head))
     key = f"{head or 'plain'}{' lookup' if lookup else ''}"
     return peer.decoder(
-        key, loaded, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, options=options,
-        ends=engine.ends,
+        key, loaded, max_new_tokens=setup.max_new_tokens, temperature=cell.temperature, options=options,
+        ends=setup.ends,
     )  # fmt: skip
 
 
-def _converted_head(peer: Peer, engine: Engine, drafter: Drafter, name: str) -> Path:
+def _converted_head(peer: Peer, setup: BenchSetup, drafter: Drafter, name: str) -> Path:
     """The folder of the head in OpenVINO's form, made by our own export and the peer's conversion."""
     if not isinstance(drafter, DraftHead) or drafter.config.kind != "eagle3":
         raise PeerError(f"openvino drafts with an EAGLE-3 head, and {name!r} is none")
-    base = engine.models.target
+    base = setup.models.target
     folder = peer.folder / f"head-{digest(weight_sums(drafter))}"
     config = SpecConfig.of(drafter.config, str(base.name_or_path), None, {})
 

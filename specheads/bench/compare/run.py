@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.cell import BenchSetup, Cell
 from specheads.bench.compare.decoder_spec import DecoderSpec
 from specheads.bench.compare.decoder_texts import Ours, parse_decoder
 from specheads.bench.compare.peer import PeerError
@@ -82,22 +82,24 @@ class Outcome:
     complete: bool
 
 
-def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
+def run(options: BenchOptions, setup: BenchSetup, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
     """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early, with the rounds so far; before
     the first one is done it is raised."""
     with Results(folder / RESULTS) as results:
-        return _run(options, engine, sets, results, tell)
+        return _run(options, setup, sets, results, tell)
 
 
-def _run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], results: Results, tell: Report) -> Outcome:
+def _run(
+    options: BenchOptions, setup: BenchSetup, sets: Sequence[PromptSet], results: Results, tell: Report
+) -> Outcome:
     specs = {text: parse_decoder(text) for text in options.decoders}
-    common = identity(options, engine, specs)
+    common = identity(options, setup, specs)
     outcome = Outcome([], {}, complete=True)
     cells = list(itertools.product(sets, options.batch, options.temperature))
     done = 0.0
     try:
         for number, (prompts, batch, temperature) in enumerate(cells):
-            cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, engine, specs, results, common)
+            cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, setup, specs, results, common)
 
             def within(fraction: float, note: str, number: int = number, cell: _CellRun = cell) -> None:
                 nonlocal done
@@ -120,36 +122,36 @@ def _run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], resul
     return outcome
 
 
-def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec]) -> str:
+def identity(options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec]) -> str:
     """A digest of what makes a round this one: the models, the decoders and what they draft by, the machine, the
     versions, those of peers too, and this package's own source, so that a changed program is measured anew."""
-    base = engine.models.target
-    _refuse_lone_auto(engine, specs)
-    drafters = [_drafter(engine, spec, name) for spec in specs.values() for name in spec.drafters]
+    base = setup.models.target
+    _refuse_lone_auto(setup, specs)
+    drafters = [_drafter(setup, spec, name) for spec in specs.values() for name in spec.drafters]
     return digest(
         identify_base(base), options.decoders, options.reference,
         [identify_drafter(drafter, base.device.type) for drafter in drafters], options.max_new_tokens,
         options.lowest_limit, options.queue, options.seed, identify_machine(base.device), _source_digest(),
-        {name: [peer.command[0], peer.ask("versions")] for name, peer in engine.peers.items()},
+        {name: [peer.command[0], peer.ask("versions")] for name, peer in setup.peers.items()},
     )  # fmt: skip
 
 
-def _refuse_lone_auto(engine: Engine, specs: dict[str, DecoderSpec]) -> None:
+def _refuse_lone_auto(setup: BenchSetup, specs: dict[str, DecoderSpec]) -> None:
     """ValueError for `auto` where heads go by name, of which it would use none."""
-    if "head" in engine.models.drafters:
+    if "head" in setup.models.drafters:
         return
-    heads = (name for spec in specs.values() for name in spec.drafters if isinstance(engine.drafter(name), DraftHead))
-    head = next(heads, None if engine.checkpoints is None else "HEAD")
+    heads = (name for spec in specs.values() for name in spec.drafters if isinstance(setup.drafter(name), DraftHead))
+    head = next(heads, None if setup.checkpoints is None else "HEAD")
     for text, spec in specs.items():
         if head is not None and any(name.partition(":")[0] == "auto" for name in spec.drafters):
             raise ValueError(f"decoder {text!r} has no head to draft with; name one: '{head} auto'")
 
 
-def _drafter(engine: Engine, spec: DecoderSpec, name: str) -> Drafter:
+def _drafter(setup: BenchSetup, spec: DecoderSpec, name: str) -> Drafter:
     """What that name drafts with; of `HEAD auto`, with the costs it goes by."""
-    drafter = engine.drafter(name)
+    drafter = setup.drafter(name)
     if isinstance(spec, Ours) and spec.auto and isinstance(drafter, DraftHead):
-        return auto_drafter(engine.models.target, drafter)
+        return auto_drafter(setup.models.target, drafter)
     return drafter
 
 
@@ -165,13 +167,13 @@ class _CellRun:
     """The rounds of one cell, done or to be done."""
 
     def __init__(
-        self, cell: Cell, prompts: PromptSet, options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec],
+        self, cell: Cell, prompts: PromptSet, options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec],
         results: Results, common: str,
     ) -> None:  # fmt: skip
-        self.cell, self.prompts, self.options, self.engine, self.results = cell, prompts, options, engine, results
+        self.cell, self.prompts, self.options, self.setup, self.results = cell, prompts, options, setup, results
         self.specs = specs
         self.common = digest(common, str(cell), prompts.ids, prompts.categories)
-        tokenizer, device = engine.models.tokenizer, engine.models.target.device
+        tokenizer, device = setup.models.tokenizer, setup.models.target.device
         self.queue = options.queue or cell.batch
         self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]
         if cell.temperature:
@@ -221,7 +223,7 @@ class _CellRun:
         for name in names:
             tell(f"warming up {name}")
             try:
-                decoder = self.specs[name].build(self.engine, self.cell)
+                decoder = self.specs[name].build(self.setup, self.cell)
                 if not self.specs[name].refill:
                     decoder = batch_by_batch(decoder, self.cell.batch)
                 for batch in self.batches if self.specs[name].compiles_as_needed else chosen:

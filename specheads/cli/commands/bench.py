@@ -11,7 +11,7 @@ from transformers.utils import logging as hf_logging
 from specheads import terminal
 from specheads.bench import environment, shipped
 from specheads.bench.compare import llama, openvino, prompt_sets, report
-from specheads.bench.compare.cell import Engine
+from specheads.bench.compare.cell import BenchSetup
 from specheads.bench.compare.decoder_texts import parse_decoder
 from specheads.bench.compare.peer import Peer
 from specheads.bench.compare.run import BenchOptions, run
@@ -82,12 +82,12 @@ def bench(
         for name, python in peers.items()
     }
     longest = max(one.longest for one in sets)
-    engine = Engine(models, checkpoints, options.max_new_tokens, longest, workers)
+    setup = BenchSetup(models, checkpoints, options.max_new_tokens, longest, workers)
     where, floor = environment.environment(), measure_floor(models.target)
     try:
         versions = {name: version for peer in workers.values() for name, version in peer.ask("versions").items()}
         with terminal.progress(terminal.make_console(stderr=True), "measuring") as tell:
-            outcome = run(options, engine, sets, out, tell)
+            outcome = run(options, setup, sets, out, tell)
     finally:
         for peer in workers.values():
             peer.close()

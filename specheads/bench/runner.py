@@ -49,7 +49,7 @@ Decoder = Callable[[dict[str, Any], Stopwatch | None], Output]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One prompt batch through one decoder. steps: (tokens gained, seconds) each, of batches of one row."""
 
     output: Output
@@ -70,7 +70,7 @@ class Run:
 class Race:
     """runs[decoder][repeat][prompt batch]."""
 
-    runs: dict[str, list[list[Run]]]
+    runs: dict[str, list[list[TimedRun]]]
 
     def speeds(self, name: str) -> list[float]:
         """Tokens per second of each repeat."""
@@ -113,7 +113,7 @@ def race(
     if not batches or not decoders:
         raise ValueError(f"a race needs prompts and decoders, not {len(batches)} and {len(decoders)}")
     names = list(decoders)
-    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(repeats)] for name in names}
+    runs: dict[str, list[list[TimedRun]]] = {name: [[] for _ in range(repeats)] for name in names}
     rounds = len(names) * (1 + repeats * len(batches))
     done = 0
     for name in names:
@@ -129,7 +129,7 @@ def race(
         for name in turn.order:
             if report:
                 report(done / rounds, name)
-            runs[name][turn.repeat].append(timed(decoders[name], batches[turn.batch], clock))
+            runs[name][turn.repeat].append(time_batch(decoders[name], batches[turn.batch], clock))
             done += 1
     if report:
         report(1.0, note)
@@ -163,11 +163,11 @@ def _overruns(seconds: float, turn: Turn, budget: float) -> bool:
     return bool(turn.repeat) and seconds * (turn.repeat + 1) / turn.repeat > budget
 
 
-def timed(decoder: Decoder, batch: dict[str, Any], clock: Clock = time.perf_counter) -> Run:
+def time_batch(decoder: Decoder, batch: dict[str, Any], clock: Clock = time.perf_counter) -> TimedRun:
     watch = Stopwatch(clock) if len(batch["input_ids"]) == 1 else None
     began = clock()
     output = decoder(batch, watch)
     seconds = clock() - began if output.seconds is None else output.seconds
     marks = [(0, began), *(watch.marks if watch else [])]
     steps = tuple((n - m, t - s) for (m, s), (n, t) in pairwise(marks))
-    return Run(output, seconds, steps)
+    return TimedRun(output, seconds, steps)

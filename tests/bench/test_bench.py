@@ -11,7 +11,7 @@ from specheads.bench import decoders, environment, report
 from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.queues import batch_by_batch, split
-from specheads.bench.runner import Output, race, timed, turns
+from specheads.bench.runner import Output, race, time_batch, turns
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
 from specheads.models.convert import convert
@@ -161,7 +161,7 @@ def test_what_the_decoders_say_is_what_generate_does(base, plan):
 def test_the_parts_of_a_call_add_up_to_it_and_timing_ends_with_it(base, rows):
     model = convert(base, "medusa", num_heads=2)
     batch = {"input_ids": torch.tensor([[1, 5, 9, 11]] * rows), "attention_mask": torch.ones(rows, 4)}
-    run = timed(decoders.drafted(model, 12), batch)
+    run = time_batch(decoders.drafted(model, 12), batch)
     assert set(run.output.parts) == {"prefill", "draft", "verify", "accept", "step", "other"}
     assert all((seconds > 0) == (part != "step") for part, seconds in run.output.parts.items())
     assert 0.5 * run.seconds < sum(run.output.parts.values()) <= run.seconds
@@ -169,7 +169,7 @@ def test_the_parts_of_a_call_add_up_to_it_and_timing_ends_with_it(base, rows):
     assert [len(gains) for gains in run.output.gains] == [steps + 1] * rows
     assert [sum(gains) for gains in run.output.gains] == [12] * rows
     assert part_timer.get() is None
-    plain = timed(decoders.drafted(base, 12), batch).output.parts
+    plain = time_batch(decoders.drafted(base, 12), batch).output.parts
     assert plain["draft"] < plain["verify"]
 
 

@@ -215,14 +215,14 @@ def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, setup, tmp_p
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(setup, tmp_path, monkeypatch, batch):
-    taken, timed = [], run.timed
+    taken, timed = [], run.time_batch
 
     def watched(decoder, batch):
         found = timed(decoder, batch)
         taken.append(list(map(tuple, found.output.tokens)))
         return found
 
-    monkeypatch.setattr(run, "timed", watched)
+    monkeypatch.setattr(run, "time_batch", watched)
     setup.max_new_tokens = 12
     names = ("transformers", "plain", "lookup", "eagle3 tree=chain:2", "plain refill")
     asked = run.BenchOptions(names, batch=(batch,), temperature=(1.5,), max_new_tokens=12, repeats=1, queue=2)

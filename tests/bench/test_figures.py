@@ -11,7 +11,7 @@ from torch import nn
 from specheads.bench.figures import floor, intervals, samples
 from specheads.bench.figures.repetition import repeated
 from specheads.bench.figures.results import Results
-from specheads.bench.runner import Output, Run
+from specheads.bench.runner import Output, TimedRun
 from tests.support.tiny_models import tiny_llama
 
 # ----------------------------------------------------------------------------------------------------------- intervals
@@ -182,12 +182,12 @@ def test_time_is_split_into_shares_of_the_whole_and_a_step_leaves_the_prefill_ou
 
 def test_a_sample_keeps_what_figures_need_and_compares_texts():
     output = Output([[5, 6, 7]], {"gained": 2, "rows_stepped": 1}, [[1, 2]], {"prefill": 0.5, "verify": 1.0})
-    kept = samples.sample(Run(output, 2.0), Run(Output([[5, 9, 7]]), 1.0))
+    kept = samples.sample(TimedRun(output, 2.0), TimedRun(Output([[5, 9, 7]]), 1.0))
     assert kept == {
         "seconds": 2.0, "tokens": [3], "gains": [[1, 2]], "prefill": 0.5, "parts": {"verify": 1.0}, "differs_at": [1],
         "gained": 2, "rows_stepped": 1,
     }  # fmt: skip
-    watched = samples.sample(Run(Output([[5, 6]]), 2.0, ((1, 0.7), (1, 0.3))))
+    watched = samples.sample(TimedRun(Output([[5, 6]]), 2.0, ((1, 0.7), (1, 0.3))))
     assert watched["gains"] == [[1, 1]] and watched["prefill"] == 0.7 and watched["differs_at"] is None
 
 
@@ -258,7 +258,7 @@ def test_a_token_is_repeated_if_the_tokens_that_end_with_it_came_before():
 def watched(tokens, seconds, per_step=1):
     """A sample of these tokens, `per_step` at a time; seconds: of each step."""
     sizes = [min(per_step, len(tokens) - start) for start in range(0, len(tokens), per_step)]
-    return samples.sample(Run(Output([tokens]), sum(seconds), tuple(zip(sizes, seconds, strict=True))))
+    return samples.sample(TimedRun(Output([tokens]), sum(seconds), tuple(zip(sizes, seconds, strict=True))))
 
 
 def test_new_and_repeated_text_have_ratios_of_their_own():

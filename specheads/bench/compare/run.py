@@ -20,7 +20,7 @@ from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, dige
 from specheads.bench.figures.samples import Round, sample
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
-from specheads.bench.runner import Decoder, timed, turns
+from specheads.bench.runner import Decoder, time_batch, turns
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.probs.randomness import row_seeds
@@ -250,7 +250,7 @@ class _CellRun:
         for name in order:
             tell(name)
             try:
-                runs[name] = timed(self._decoders[name], batch)
+                runs[name] = time_batch(self._decoders[name], batch)
             except (PeerError, RuntimeError) as error:
                 self._leave_out(name, error)
         reference = None if self.cell.temperature else runs[self.options.reference]

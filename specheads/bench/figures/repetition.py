@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specheads.bench.runner import Run
+from specheads.bench.runner import TimedRun
 
 GRAM = 8  # a token that completes this many tokens seen together before counts as repeated text
 
 
-def split_by_text(run: Run) -> dict[str, list[float]]:
+def split_by_text(run: TimedRun) -> dict[str, list[float]]:
     """Tokens, seconds, and tokens and steps after the prefill, of steps whose first token continues new text
     (`unrepeated`) or text seen before (`repeated`). Of a batch of one row; zeros where the steps are unknown."""
     sums: dict[str, list[float]] = {"unrepeated": [0, 0.0, 0, 0], "repeated": [0, 0.0, 0, 0]}

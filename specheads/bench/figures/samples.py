@@ -12,14 +12,14 @@ from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
 from specheads.bench.figures.repetition import split_by_text
-from specheads.bench.runner import Race, Run, first_difference
+from specheads.bench.runner import Race, TimedRun, first_difference
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
 QUARTERS = 4
 
 
-def sample(run: Run, reference: Run | None = None) -> Sample:
+def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
     """seconds of the whole run; tokens of each row; gains: per row the tokens of each step, the prefill first, [] if
     unknown; prefill: its seconds, None if unknown; parts: seconds of the steps by part of the loop; differs_at: per row
     the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens

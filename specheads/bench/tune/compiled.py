@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from specheads.bench.tune.timing import (
     Dummy,
-    Report,
     TuneConfig,
     fastest_round,
     fitting_lengths,
@@ -35,6 +34,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
 from specheads.heads import DraftHead
+from specheads.terminal import Report
 
 Job = tuple[int, int, StaticTree | None, int]  # context length, nodes of a dummy, the head's tree, columns it reads
 UNTIMED = 3  # steps: the first reads the prompt, and the next may compile

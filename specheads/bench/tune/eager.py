@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from specheads.bench.tune.timing import (
     Dummy,
-    Report,
     TimedTarget,
     TuneConfig,
     fastest_round,
@@ -36,6 +35,7 @@ from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.heads import DraftHead
+from specheads.terminal import Report
 
 READS = (1, 4, 16, 64)  # positions that a head reads at once
 WIDTHS = (1, 2, 4, 8)  # nodes of a level

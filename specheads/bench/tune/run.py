@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from specheads.bench.tune.compiled import tune_compiled
 from specheads.bench.tune.eager import tune_eager
-from specheads.bench.tune.timing import Report, TuneConfig
+from specheads.bench.tune.timing import TuneConfig
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.heads import DraftHead
 from specheads.models.costs import cost_key
+from specheads.terminal import Report
 
 _log = logging.getLogger(__name__)
 

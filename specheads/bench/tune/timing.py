@@ -6,7 +6,7 @@ Shapes: B batch rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,7 +25,6 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.verifier import TargetOutput
 from specheads.decoding.tree import DraftTree
 
-Report = Callable[[float, str], None]
 NODES = (1, 2, 4, 8, 16, 32, 64)
 COMPILED_NODES = (1, *(1 + n for n in COMPILED_COPIES))
 

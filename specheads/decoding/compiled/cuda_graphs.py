@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 MOST_CAPTURES = 4  # of one step, the last used ones: a cache at another address needs one of its own
 NOT_CAPTURED = ("cpu",)  # a graph holds no copy from the host
 
-Run = Callable[..., Sequence[Any]]
+TensorFunction = Callable[..., Sequence[Any]]
 
 
 def cuda_graphs(pool: Any) -> Callable[..., CudaGraph]:
@@ -40,7 +40,7 @@ class CudaGraph:
     to where the graph reads them, and its outputs are copied: the next replay overwrites them.
     """
 
-    def __init__(self, function: Run, pool: Any) -> None:
+    def __init__(self, function: TensorFunction, pool: Any) -> None:
         """pool: the memory that all graphs of one base share, of `torch.cuda.graph_pool_handle`."""
         self.function, self.pool = function, pool
         self.is_warm = self.has_failed = False
@@ -75,7 +75,7 @@ class CudaGraph:
 class Capture:
     """One captured call. fixed: the indices of the inputs that are read where they lie."""
 
-    def __init__(self, function: Run, inputs: Sequence[Any], fixed: Sequence[int], pool: Any) -> None:
+    def __init__(self, function: TensorFunction, inputs: Sequence[Any], fixed: Sequence[int], pool: Any) -> None:
         self.copied = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in {*fixed}]
         captured = list(inputs)
         for i in self.copied:
@@ -113,7 +113,9 @@ def unrepeated(value: Tensor) -> Any:
     return tuple(slice(1) if step == 0 else slice(None) for step in value.stride()) if 0 in value.stride() else ...
 
 
-def capture_graph(function: Run, inputs: Sequence[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
+def capture_graph(
+    function: TensorFunction, inputs: Sequence[Any], pool: Any
+) -> tuple[Callable[[], None], Sequence[Any]]:
     """What replays the function's kernels over the inputs' memory, and where it leaves its outputs."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

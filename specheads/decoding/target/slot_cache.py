@@ -16,7 +16,7 @@ from specheads.decoding.target.cache import RESERVE
 
 
 @dataclass
-class Window:
+class SlotWindow:
     """What a pass writes: shared by a cache of `batch` rows and at most `capacity` slots and its layers, which do not
     know the cache, so that no circle holds their buffers.
 
@@ -36,12 +36,12 @@ class SlotCache(Cache):
     """Self-attention keys and values of B rows, slot t for position t; `lengths` (B,) of them are committed."""
 
     def __init__(self, batch: int, capacity: int, lengths: Tensor) -> None:
-        self.lengths, self.window = lengths, Window(batch, capacity, slice(0, batch))
+        self.lengths, self.window = lengths, SlotWindow(batch, capacity, slice(0, batch))
         self.slot_layers: list[SlotLayer] = []
         super().__init__(layers=self.slot_layers)  # type: ignore[arg-type]
 
     def open(self, rows: slice | Tensor, first: int, width: int, write_mask: Tensor | None) -> None:
-        """Prepare a pass, see `Window`."""
+        """Prepare a pass, see `SlotWindow`."""
         window = self.window
         window.rows, window.first, window.width, window.write_mask = rows, first, width, write_mask
 
@@ -68,7 +68,7 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: SlotWindow) -> None:
         super().__init__()
         self.window = window
 

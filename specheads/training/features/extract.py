@@ -32,7 +32,7 @@ from specheads.training.features.index import INDEX, Index, parse_teacher_probs,
 from specheads.training.features.passes import FeaturePasses
 from specheads.training.features.plan import (
     AUTOCAST,
-    Ask,
+    Confirm,
     SaveOptions,
     autocast_of,
     base_dtype,
@@ -61,7 +61,7 @@ class Saved:
     early: bool
 
 
-def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) -> Saved:
+def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = None) -> Saved:
     """Save what the recipe's base sees of its data. ask: gets what it will take before anything is written, and says
     whether to continue; None asks nobody.
 

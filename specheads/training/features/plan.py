@@ -21,7 +21,7 @@ from specheads.training.features.shards import FLOAT8, FeatureError
 from specheads.training.recipe.recipe import Recipe
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
-Ask = Callable[[str], bool]
+Confirm = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def saved_files(folder: Path) -> list[Path]:
     return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
 
 
-def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
+def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Confirm | None) -> None:
     """Raise FeatureError where there is too little room, or `ask` declines. kept: bytes of the base."""
     whole, free = tokens * each + kept, free_bytes(folder)
     there = sum(path.stat().st_size for path in saved_files(folder))

@@ -35,7 +35,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """Where rows are on the hub, and how a row becomes a question. columns: rows of the task have one of them. parse:
     a text written for a question → the answer it gives. max_new_tokens: of an answer."""
 
@@ -146,10 +146,10 @@ def _lettered(letters: Sequence[str], options: Sequence[str]) -> str:
 
 
 SOURCES = {
-    "mmlu": Source("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_for, 256),
-    "gsm8k": Source("openai/gsm8k", "main", "test", ("question",), gsm8k, lambda text, asked: number_of(text), 256),
-    "csqa": Source("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_for, 256),
-    "humaneval": Source(
+    "mmlu": TaskSource("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_for, 256),
+    "gsm8k": TaskSource("openai/gsm8k", "main", "test", ("question",), gsm8k, lambda text, asked: number_of(text), 256),
+    "csqa": TaskSource("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_for, 256),
+    "humaneval": TaskSource(
         "openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text, asked: text, 384
     ),
 }
@@ -161,7 +161,7 @@ LENGTHS = {
 SHIPPED_QUESTIONS = 64
 
 
-def source_of(name: str, data: Sequence[str]) -> Source:
+def source_of(name: str, data: Sequence[str]) -> TaskSource:
     """The source of a task's rows. ValueError for a task without rows, and for one on no hub without `data`."""
     refuse_unknown([name], SOURCES, "task with rows")
     if name == "sampled_mmlu" and not data:
@@ -169,7 +169,7 @@ def source_of(name: str, data: Sequence[str]) -> Source:
     return SOURCES[name]
 
 
-def rows_of(source: Source, data: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+def rows_of(source: TaskSource, data: Sequence[str]) -> Sequence[Mapping[str, Any]]:
     """The rows of a task: from local files, else from the hub. Of JSON with splits by name, the test split."""
     from specheads.data.sources import load_dataset_rows
 

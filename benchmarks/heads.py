@@ -143,7 +143,7 @@ def decode(model: Any, shape: str, batches: list[dict[str, Any]], max_new_tokens
         "sampled chain": (SampledTree((1,) * DEPTH), {"do_sample": True}),
         "sampled tree": (SampledTree((3, 2, 1)), {"do_sample": True}),
     }[shape]
-    run = decoders.drafted(model, max_new_tokens, plan=plan, **sampling)
+    run = decoders.specheads_generate(model, max_new_tokens, plan=plan, **sampling)
     if sampling:  # by a seed of its own for each prompt, the same for every head
         seeds = row_seeds(0, sum(len(batch["input_ids"]) for batch in batches))
         batches = [{**batch, "seeds": [seeds.pop(0) for _ in batch["input_ids"]]} for batch in batches]

@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
                         else train_by_recipe(side, seed, data, folder, options)
                     )
                     model = SpecModel.from_pretrained(folder, base=base).eval()
-                    run = decoders.drafted(model, options.max_new_tokens, plan=chain(DEPTH))
+                    run = decoders.specheads_generate(model, options.max_new_tokens, plan=chain(DEPTH))
                     gains = [row[1:] for batch in batches for row in run(batch, None).gains]
                     work = [(sum(row), len(row)) for row in gains]
                     write(path, {"side": side, "seed": seed, "budget": budget, **found, "work": work})

@@ -54,7 +54,7 @@ def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
 def all_decoders(machine: Machine) -> dict[str, Decoder]:
     """By name, those first without which the others say little."""
     base, sizes = machine.base, machine.sizes
-    ours = partial(decoders.drafted, base, sizes.new)
+    ours = partial(decoders.specheads_generate, base, sizes.new)
     compile = {"compile": sizes.backend}
 
     def forced(accepted: int, **options: Any) -> Decoder:

@@ -84,7 +84,7 @@ def transformers_static(
     return run
 
 
-def assisted(
+def transformers_assisted(
     base: PreTrainedModel, small: PreTrainedModel, max_new_tokens: int, sampling: dict[str, Any] | None = None,
     **options: Any,
 ) -> Decoder:  # fmt: skip
@@ -103,7 +103,7 @@ def assisted(
     return configured
 
 
-def drafted(
+def specheads_generate(
     model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | str | Drafter = True,
     plan: Plan | None = None, accept: Acceptance | None = None, batch_size: int | None = None, **options: Any,
 ) -> Decoder:  # fmt: skip

@@ -16,7 +16,7 @@ def batch_by_batch(decode: Decoder, size: int) -> Decoder:
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
         if len(batch["input_ids"]) <= size:
             return decode(batch, watch)
-        return joined([decode(part, None) for part in split(batch, size)])
+        return join_outputs([decode(part, None) for part in split(batch, size)])
 
     return run
 
@@ -31,7 +31,7 @@ def split(batch: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
         yield part
 
 
-def joined(outputs: Sequence[Output]) -> Output:
+def join_outputs(outputs: Sequence[Output]) -> Output:
     """One output of several. What one of them does not report is left out."""
     seconds = [output.seconds for output in outputs if output.seconds is not None]
     known = [name for name in COUNTS if all(name in output.statistics for output in outputs)]

@@ -145,7 +145,7 @@ def test_what_the_decoders_say_is_what_generate_does(base, plan):
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     racers = {
         "reference": decoders.transformers_generate(base, 12),
-        "own": decoders.drafted(model, 12, draft=plan),
+        "own": decoders.specheads_generate(model, 12, draft=plan),
     }
     result = race(racers, [batch], repeats=2)
     assert result.differing("own", "reference") == []
@@ -161,7 +161,7 @@ def test_what_the_decoders_say_is_what_generate_does(base, plan):
 def test_the_parts_of_a_call_add_up_to_it_and_timing_ends_with_it(base, rows):
     model = convert(base, "medusa", num_heads=2)
     batch = {"input_ids": torch.tensor([[1, 5, 9, 11]] * rows), "attention_mask": torch.ones(rows, 4)}
-    run = time_batch(decoders.drafted(model, 12), batch)
+    run = time_batch(decoders.specheads_generate(model, 12), batch)
     assert set(run.output.parts) == {"prefill", "draft", "verify", "accept", "step", "other"}
     assert all((seconds > 0) == (part != "step") for part, seconds in run.output.parts.items())
     assert 0.5 * run.seconds < sum(run.output.parts.values()) <= run.seconds
@@ -169,7 +169,7 @@ def test_the_parts_of_a_call_add_up_to_it_and_timing_ends_with_it(base, rows):
     assert [len(gains) for gains in run.output.gains] == [steps + 1] * rows
     assert [sum(gains) for gains in run.output.gains] == [12] * rows
     assert part_timer.get() is None
-    plain = time_batch(decoders.drafted(base, 12), batch).output.parts
+    plain = time_batch(decoders.specheads_generate(base, 12), batch).output.parts
     assert plain["draft"] < plain["verify"]
 
 
@@ -177,7 +177,7 @@ def test_batches_race_without_a_stopwatch_and_still_know_their_accepted_length(b
     model = convert(base, "medusa", num_heads=2)
     ids = torch.tensor([[1, 5, 9, 11], [0, 1, 7, 3]])
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    racers = {"reference": decoders.transformers_generate(base, 10), "own": decoders.drafted(model, 10)}
+    racers = {"reference": decoders.transformers_generate(base, 10), "own": decoders.specheads_generate(model, 10)}
     result = race(racers, [batch], repeats=1)
     assert result.differing("own", "reference") == []
     rows = report.summary(result, "reference", 10)
@@ -199,14 +199,14 @@ def test_a_queue_gives_the_texts_of_its_prompts_alone_refilled_or_batch_by_batch
     alone = decoders.transformers_generate(base, 12)
     wanted = [alone({name: values[i : i + 1] for name, values in queue.items()}, None).tokens[0] for i in range(5)]
     assert [len(row) for row in wanted] == (limits or [12] * 5)
-    unfilled = batch_by_batch(decoders.drafted(model, 12), 2)
-    refilled = decoders.drafted(model, 12, batch_size=2)
+    unfilled = batch_by_batch(decoders.specheads_generate(model, 12), 2)
+    refilled = decoders.specheads_generate(model, 12, batch_size=2)
     for decode in (
         batch_by_batch(alone, 2),
         unfilled,
         refilled,
-        decoders.drafted(model, 12),
-        decoders.drafted(base, 12),
+        decoders.specheads_generate(model, 12),
+        decoders.specheads_generate(base, 12),
     ):
         assert decode(queue, None).tokens == wanted
     steps = {}

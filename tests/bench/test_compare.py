@@ -79,7 +79,7 @@ def test_trees_and_rules_multiply_what_names_none():
 
 def test_compiled_decoders_ask_generate_for_it(monkeypatch):
     asked = {}
-    monkeypatch.setattr(decoders, "drafted", lambda *args, **options: asked.update(options))
+    monkeypatch.setattr(decoders, "specheads_generate", lambda *args, **options: asked.update(options))
     setup = BenchSetup(Models(None, None), None, 4, 4, {})
     parse_decoder("plain compile").build(setup, Cell("p", 1, 0.8))
     assert asked["compile"] is True and asked["temperature"] == 0.8

@@ -107,7 +107,7 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
     ask = asked(
         shipped, questions, tmp_path, "--batch", 1, "--temperature", 0, "--repeats", 1, "--no-plots", texts=["plain"]
     )
-    original, calls = decoders.drafted, []
+    original, calls = decoders.specheads_generate, []
 
     def stopping(*args, **options):
         decode = original(*args, **options)
@@ -120,7 +120,7 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
 
         return counted
 
-    monkeypatch.setattr(decoders, "drafted", stopping)
+    monkeypatch.setattr(decoders, "specheads_generate", stopping)
     code, out, err = run(capsys, *ask)
     assert code == 130 and "stopped after 1 rounds: the same command resumes" in out and "plain" in out
     assert re.search(r"measuring [1-9]\d?%  stopped", err)
@@ -135,7 +135,7 @@ def test_ctrl_c_before_the_first_round_is_one_line_and_leaves_no_folder(
     def stop(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoders, "drafted", stop)
+    monkeypatch.setattr(decoders, "specheads_generate", stop)
     code, out, err = run(capsys, *asked(shipped, questions, tmp_path / "a" / "b", "--no-plots", texts=["plain"]))
     assert (code, out) == (130, "") and not (tmp_path / "a").exists()
     assert err.splitlines()[-1] == "specheads: stopped before anything was measured"

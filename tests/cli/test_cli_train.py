@@ -93,7 +93,7 @@ def test_the_demo_runs_end_to_end(shipped, tmp_path, capsys):
 
 
 def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeypatch):
-    real = racers.drafted
+    real = racers.specheads_generate
 
     def wrong(model, length, **kwargs):
         decode = real(model, length, **kwargs)
@@ -105,7 +105,7 @@ def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeyp
 
         return run
 
-    monkeypatch.setattr(racers, "drafted", wrong)
+    monkeypatch.setattr(racers, "specheads_generate", wrong)
     monkeypatch.setattr(story, "show_elsewhere", lambda *args: [])  # a process of its own, which takes long to start
     code, out, _ = run(
         capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,

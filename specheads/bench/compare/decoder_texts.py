@@ -72,7 +72,7 @@ class TransformersAssisted(OneRow):
     def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
         small: Any = setup.drafter(*self.drafters)
         sampling = setup.sampling(cell)
-        return decoders.assisted(setup.models.target, small.small, setup.max_new_tokens, sampling)
+        return decoders.transformers_assisted(setup.models.target, small.small, setup.max_new_tokens, sampling)
 
 
 DECODERS: Registry[Any] = Registry(
@@ -124,8 +124,8 @@ class Ours(DecoderSpec):
                 raise ValueError(f"its rows cannot be refilled: {reason}")
             options["batch_size"] = cell.batch
         if self.auto:
-            return decoders.drafted(model, length, draft="auto", **options)
-        return decoders.drafted(base, length, draft=drafter or False, plan=plan, accept=rule, **options)
+            return decoders.specheads_generate(model, length, draft="auto", **options)
+        return decoders.specheads_generate(base, length, draft=drafter or False, plan=plan, accept=rule, **options)
 
 
 def parse_decoder(text: str) -> DecoderSpec:

@@ -36,7 +36,7 @@ def decoder(bench: Bench, setting: Setting, max_new_tokens: int) -> runner.Decod
         sampling |= {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k}
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     plan = plan_of(setting, drafter)
-    return decoders.drafted(
+    return decoders.specheads_generate(
         bench.base, max_new_tokens, draft=drafter or False, plan=plan, accept=rule_named(setting.accept), **sampling
     )
 
@@ -106,14 +106,14 @@ def measure(
         **setting_columns(setting),
         "lossless": setting.lossless,
         "reference": None if other == own else other,
-        **judged(bench, sweep, task, setting, prompts, racers[own], judging),
+        **judge_texts(bench, sweep, task, setting, prompts, racers[own], judging),
         "seconds": median(sum(run.seconds for run in repeat) for repeat in race.runs[own]),
         **{name: found[name] for name in SPEED},
         "speed_up_of_each_repeat": [a / b for a, b in zip(race.speeds(own), race.speeds(other), strict=True)],
     }
 
 
-def judged(
+def judge_texts(
     bench: Bench, sweep: Sweep, task: Task, setting: Setting, prompts: list[list[int]], run: runner.Decoder,
     report: Callable[[float], None],
 ) -> Row:  # fmt: skip

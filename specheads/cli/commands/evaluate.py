@@ -38,7 +38,9 @@ def measure(
     model, tokenizer = models.target, models.tokenizer
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
     plan = parse_tree(tree, drafter)
-    ours = partial(decoders.drafted, model, max_new_tokens, batch_size=batch_size if batch_size > 1 else None)
+    ours = partial(
+        decoders.specheads_generate, model, max_new_tokens, batch_size=batch_size if batch_size > 1 else None
+    )
     racers = {
         REFERENCE: batch_by_batch(decoders.transformers_generate(model, max_new_tokens), batch_size),
         "our loop, no drafts": ours(draft=False),

@@ -136,8 +136,8 @@ def compare(
     """transformers' generate(), our loop without drafts, and every head, in turn on the same prompts."""
     racers = {
         REFERENCE: decoders.transformers_generate(base, max_new_tokens),
-        "our loop, no drafts": decoders.drafted(base, max_new_tokens),
-        **{name: decoders.drafted(model, max_new_tokens) for name, model in models.items()},
+        "our loop, no drafts": decoders.specheads_generate(base, max_new_tokens),
+        **{name: decoders.specheads_generate(model, max_new_tokens) for name, model in models.items()},
     }
     with terminal.progress(out, "racing") as tell:
         return runner.race(racers, batches, repeats=REPEATS, budget=RACE_SECONDS, report=tell)

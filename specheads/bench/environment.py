@@ -30,14 +30,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """`1 core`, `2 cores`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def line(record: dict[str, Any]) -> str:
     """`2 cores of AMD EPYC, 2 threads, load 0.4; Linux x86_64, Python 3.11.9, torch 2.13.0, …`."""
-    where = f"{counted(record['cores'], 'core')} of {record['cpu']}, {counted(record['torch_threads'], 'thread')}"
+    where = f"{count_noun(record['cores'], 'core')} of {record['cpu']}, {count_noun(record['torch_threads'], 'thread')}"
     if record["load_average"] is not None:
         where += f", load {record['load_average']}"
     where += "".join(f", {gpu}" for gpu in record["gpus"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specheads.bench.sweep.drafters import Bench
-from specheads.bench.sweep.grid import Setting, Sweep, parse_numbers, read_sweep, spread
+from specheads.bench.sweep.grid import Setting, Sweep, expand_rules, parse_numbers, read_sweep
 from specheads.bench.sweep.run import common_of
 from specheads.bench.sweep.tasks import Question, Task
 from tests.support.paths import ROOT
@@ -53,7 +53,7 @@ def test_top_k_of_1_is_greedy_and_top_k_alone_samples_at_temperature_1():
 def test_thresholds_replace_those_of_lossy_rules_alone():
     rules = Sweep(("head",), accept=("fuzzy:js:0.4", "typical", "block"), thresholds=(0.1, 0.2)).rules()
     assert rules == ["fuzzy:js:0.1", "fuzzy:js:0.2", "typical:0.1", "typical:0.2", "block"]
-    assert list(spread("fuzzy:js,kl:k=5,6")) == ["fuzzy:js:k=5", "fuzzy:js:k=6", "fuzzy:kl:k=5", "fuzzy:kl:k=6"]
+    assert list(expand_rules("fuzzy:js,kl:k=5,6")) == ["fuzzy:js:k=5", "fuzzy:js:k=6", "fuzzy:kl:k=5", "fuzzy:kl:k=6"]
 
 
 def test_an_option_that_would_change_nothing_is_refused_with_what_it_goes_with():

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specheads.bench.sweep import signatures, syntax
-from specheads.bench.sweep.programs import completed, passes
+from specheads.bench.sweep.programs import complete_function, passes
 from specheads.bench.sweep.tasks import choice_of, load_task, number_of
 from specheads.data import corpus
 
@@ -87,7 +87,7 @@ def test_a_completion_passes_if_its_program_does_and_code_runs_only_where_it_may
     asked = humaneval.questions[0]
     assert humaneval.correct("    return a + b\n\ndef other():\n    fail(\n", asked)
     assert not humaneval.correct("    return a - b\n", asked) and not humaneval.correct("    return (", asked)
-    assert completed("def f():\n", "    return 1\nprint(f())") == "def f():\n    return 1\n"
+    assert complete_function("def f():\n", "    return 1\nprint(f())") == "def f():\n    return 1\n"
     assert not passes("def f():\n", "    while True: pass\n", "def check(f): f()", "f", seconds=0.3)
     assert not passes("def f():\n", "    raise SystemExit(1)\n", "def check(f): f()", "f")
 

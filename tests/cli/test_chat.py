@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads.cli.chat.comparison import compared
+from specheads.cli.chat.comparison import compare_outcomes
 from specheads.cli.chat.interrupt import Interruption
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, Processor, Settings, change
@@ -134,7 +134,7 @@ def test_filters_come_before_the_temperature():
 def test_all_ways_write_the_targets_greedy_text_and_the_figures_are_over_the_target(session, shipped, small):
     set_to(session, "ngram", "drafter model", "drafter")
     outcomes = answers(session, "def f(x):")
-    figures = compared(list(outcomes.values()))
+    figures = compare_outcomes(list(outcomes.values()))
     assert list(figures) == ["target alone", "speculative", "n-gram", "draft model alone"]
     inputs = AutoTokenizer.from_pretrained(small)("def f(x):", return_tensors="pt")
     for name, folder in (("target alone", shipped / "base"), ("draft model alone", small)):
@@ -155,11 +155,11 @@ def test_all_ways_write_the_targets_greedy_text_and_the_figures_are_over_the_tar
 
 def test_a_lossy_rule_is_called_so_and_n_grams_without_a_distribution_are_judged_exactly(session):
     set_to(session, "ngram", "accept fuzzy:kl:3")
-    figures = compared(list(answers(session, "x = ").values()))
+    figures = compare_outcomes(list(answers(session, "x = ").values()))
     assert figures["speculative"]["distribution"] == "lossy" and not figures["speculative"]["same_text"]
     assert figures["n-gram"]["distribution"] == "lossless" and figures["n-gram"]["same_text"]
     set_to(session, "accept typical", "target off")
-    figures = compared(list(answers(session, "x = ").values()))
+    figures = compare_outcomes(list(answers(session, "x = ").values()))
     assert figures["n-gram"]["distribution"] == "lossy" and figures["n-gram"]["speedup"] is None
 
 
@@ -201,7 +201,7 @@ def test_the_conversation_is_kept_in_the_template_until_it_is_cleared(session):
 def test_the_n_gram_storage_is_kept_between_prompts_unless_it_is_reset(session):
     set_to(session, "ngram", "speculative off", "target off", "top_k_filler 1")
     context = session.tokenizer("qz")["input_ids"]
-    first, second = (compared(list(answers(session, "qzqzqz").values()))["n-gram"] for _ in range(2))
+    first, second = (compare_outcomes(list(answers(session, "qzqzqz").values()))["n-gram"] for _ in range(2))
     assert second["accepted"] > first["accepted"], "the second time the text is known"
     answers(session, "abc")
     assert session.storage.next_token(context)[1]
@@ -237,7 +237,7 @@ def test_a_stop_ends_the_text_after_the_current_step(session):
 
     outcome = session.run(session.modes()[0], "x = ", 0, streamer=Streamer(), stop=stop)
     assert outcome.stopped and len(outcome.token_ids) == 5  # the prompt is put first, and the fifth token was under way
-    assert compared([outcome])["target alone"]["same_text"] is None
+    assert compare_outcomes([outcome])["target alone"]["same_text"] is None
 
 
 def test_a_plain_model_without_a_template_is_drafted_for_by_its_text(small, tmp_path):
@@ -249,7 +249,7 @@ def test_a_plain_model_without_a_template_is_drafted_for_by_its_text(small, tmp_
     models = Models.load(str(tmp_path), assistant=None, base=None, dtype="auto", device="cpu")
     assert models.best == "lookup"
     session = Session(models, Settings(drafter=models.best, length=LENGTH))
-    assert compared(list(answers(session, "abab").values()))["speculative"]["same_text"]
+    assert compare_outcomes(list(answers(session, "abab").values()))["speculative"]["same_text"]
     with pytest.raises(ValueError, match="no chat template"):
         set_to(session, "chat")
     with pytest.raises(ValueError, match="there is no head"):
@@ -267,5 +267,5 @@ def test_a_draft_model_of_another_vocabulary_writes_alone_in_its_own(shipped, sm
     session = Session(models, Settings(drafter=models.best, length=LENGTH, alone=True))
     *_, alone = session.modes()
     assert session.prompt_ids("def f", alone.tokenizer) != session.prompt_ids("def f", session.tokenizer)
-    figures = compared(list(answers(session, "def f").values()))
+    figures = compare_outcomes(list(answers(session, "def f").values()))
     assert figures["speculative"]["same_text"] and figures["draft model alone"]["tokens"] > 0

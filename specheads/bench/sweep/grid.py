@@ -141,7 +141,7 @@ class Sweep:
 
     def _refuse_unused(self, has_cascade: bool) -> None:
         """OptionError for an option that was given, so differs from its default, and would change nothing."""
-        rules = itertools.chain.from_iterable(map(spread, self.accept))
+        rules = itertools.chain.from_iterable(map(expand_rules, self.accept))
         default = {field.name: field.default for field in dataclasses.fields(self)}
         for name, used, other in (
             ("thresholds", any(map(threshold_field, rules)), "a rule that has a threshold, such as fuzzy:js"),
@@ -169,7 +169,7 @@ class Sweep:
     def rules(self) -> list[str]:
         """The rules as `RULES.write` writes them, each once."""
         rules: dict[str, None] = {}
-        for text in itertools.chain.from_iterable(map(spread, self.accept)):
+        for text in itertools.chain.from_iterable(map(expand_rules, self.accept)):
             if self.thresholds and threshold_field(text):
                 rules |= dict.fromkeys(with_threshold(text, value) for value in self.thresholds)
             else:
@@ -198,7 +198,7 @@ class Sweep:
         return list(settings)
 
 
-def spread(text: str) -> Iterator[str]:
+def expand_rules(text: str) -> Iterator[str]:
     """The rules of a text with commas: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
     parts = []
     for part in text.split(":"):

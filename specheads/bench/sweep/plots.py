@@ -69,7 +69,7 @@ def by_threshold(rows: Sequence[Row]) -> Any:
             if len(curves) <= MOST_ENDS:
                 label_ends(panel, panel.get_lines())
     if len(curves) > MOST_ENDS:
-        below(figure, panels[0][0].get_lines())
+        draw_legend_below(figure, panels[0][0].get_lines())
     return figure
 
 
@@ -108,7 +108,7 @@ def sampling_of(row: Row) -> str:
     return " ".join([*parts, *([f"k={row['top_k']}"] if row["top_k"] else [])])
 
 
-def below(figure: Any, lines: Sequence[Any]) -> None:
+def draw_legend_below(figure: Any, lines: Sequence[Any]) -> None:
     """Draw a legend under all panels, in as many columns as fit, if the lines are too many to label at their ends."""
     longest = 0.09 * max(len(line.get_label()) for line in lines) + 0.6  # inches
     columns = max(1, int(figure.get_figwidth() / longest))

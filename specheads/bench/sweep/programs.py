@@ -11,7 +11,7 @@ import tempfile
 _ENDS = re.compile(r"\n(?=(?:class|def|if|print|#|@|import|from)\b|#|@|```)")
 
 
-def completed(prompt: str, completion: str) -> str:
+def complete_function(prompt: str, completion: str) -> str:
     """The prompt and the completion, cut at the end of the function."""
     return prompt + _ENDS.split(completion, maxsplit=1)[0] + "\n"
 
@@ -19,7 +19,7 @@ def completed(prompt: str, completion: str) -> str:
 def passes(prompt: str, completion: str, test: str, entry_point: str, *, seconds: float = 10.0) -> bool:
     """Does the completed function pass its tests in time? Runs code that a model wrote: without environment, input or
     output, in a temporary folder, but with all the rights of this process."""
-    program = f"{completed(prompt, completion)}\n{test}\ncheck({entry_point})\n"
+    program = f"{complete_function(prompt, completion)}\n{test}\ncheck({entry_point})\n"
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(

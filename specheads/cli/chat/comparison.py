@@ -10,7 +10,7 @@ from specheads.cli.chat.session import TARGET, Outcome
 COLUMNS = ("", "tokens", "tokens/s", "speed-up", "accepted", "accepted length", "text", "distribution")
 
 
-def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def compare_outcomes(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     """Decoder → its figures. speedup and same_text (token by token) compare with the target alone: None if that did not
     run; same_text also if either was stopped. acceptance_rate is accepted over drafted tokens: None if nothing was
     drafted."""

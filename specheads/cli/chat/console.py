@@ -13,7 +13,7 @@ from rich.text import Text
 from specheads import terminal
 from specheads.cli import token_stream
 from specheads.cli.chat import view
-from specheads.cli.chat.comparison import compared
+from specheads.cli.chat.comparison import compare_outcomes
 from specheads.cli.chat.completion import completions
 from specheads.cli.chat.interrupt import Interruption, stoppable
 from specheads.cli.chat.lines import Entry, asker, interactive, read_entry
@@ -162,7 +162,7 @@ class Console:
         return ", ".join(notes)
 
     def _emit(self, text: str, seed: int, outcomes: list[Outcome], errors: dict[str, str]) -> None:
-        figures = compared(outcomes)
+        figures = compare_outcomes(outcomes)
         modes: dict[str, Any] = {
             outcome.mode.name: {"text": outcome.text, "token_ids": outcome.token_ids, **figures[outcome.mode.name]}
             for outcome in outcomes

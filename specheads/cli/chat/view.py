@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specheads import terminal
 from specheads.cli import token_stream
-from specheads.cli.chat.comparison import COLUMNS, cells, compared
+from specheads.cli.chat.comparison import COLUMNS, cells, compare_outcomes
 from specheads.cli.chat.session import Mode, Outcome
 from specheads.cli.chat.settings import COMMANDS, Settings
 from specheads.cli.chat.steps import Watched, rejected_path
@@ -86,7 +86,7 @@ def legend(debug: str, *, colors: bool) -> Text:
 
 def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None:
     """Print the figures side by side, and a note on all of them."""
-    rows = [cells(name, figures) for name, figures in compared(outcomes).items()]
+    rows = [cells(name, figures) for name, figures in compare_outcomes(outcomes).items()]
     terminal.print_table(console, terminal.table("", COLUMNS, rows))
     if note:
         console.print(note, style="bright_black")

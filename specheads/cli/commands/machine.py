@@ -14,7 +14,7 @@ import psutil  # accelerate's own dependency
 import torch
 from huggingface_hub import constants
 
-from specheads.bench.environment import counted, environment
+from specheads.bench.environment import count_noun, environment
 from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import HEADS
@@ -77,7 +77,7 @@ def _attention() -> str:
 
 def _threads(here: dict[str, Any]) -> str:
     threads, cores, load = here["torch_threads"], here["cores"], here["load_average"]
-    line = f"{threads} on {counted(cores, 'core')}"
+    line = f"{threads} on {count_noun(cores, 'core')}"
     if threads > cores:
         line += f": more than there are cores, which is slow; set OMP_NUM_THREADS={cores}"
     elif load is not None and load > cores:

@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specheads import Eagle3Config, EagleConfig, HydraConfig, ParallelConfig, convert
-from specheads.heads.layers.rope import RotaryTable, inherited
+from specheads.heads.layers.rope import RotaryTable, inherited_rope
 from tests.reference.foreign_rope import SCALED, frequencies
 from tests.support.tiny_models import tiny_llama
 
@@ -73,21 +73,21 @@ def test_a_new_head_has_its_bases_positions(head, name):
 def test_what_a_config_leaves_to_transformers_is_written_out():
     """The original length where there is none is that of the base, and YaRN's factor the quotient of both."""
     config = LlamaConfig(max_position_embeddings=256, rope_parameters={**SCALED["yarn"], "factor": None})
-    assert inherited(config) == SCALED["yarn"]
+    assert inherited_rope(config) == SCALED["yarn"]
     config = LlamaConfig(
         max_position_embeddings=64,
         rope_parameters={k: v for k, v in SCALED["llama3"].items() if k != "original_max_position_embeddings"},
     )
-    assert inherited(config) == SCALED["llama3"]
+    assert inherited_rope(config) == SCALED["llama3"]
     old = LlamaConfig(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 4})  # as transformers 4 wrote it
-    assert inherited(old) == SCALED["linear"]
+    assert inherited_rope(old) == SCALED["linear"]
 
 
 def test_a_base_whose_layers_differ_gives_those_of_its_full_attention():
     config = Gemma3TextConfig(
         rope_parameters={"full_attention": SCALED["linear"], "sliding_attention": {"rope_type": "default"}}
     )
-    assert inherited(config) == SCALED["linear"]
+    assert inherited_rope(config) == SCALED["linear"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_base_whose_layers_differ_gives_those_of_its_full_attention():
     ],
 )
 def test_where_no_head_can_have_the_bases_positions_its_own_are_plain_of_the_same_theta(rope):
-    assert inherited(LlamaConfig(head_dim=8, rope_parameters={**rope, "rope_theta": 500.0})) == PLAIN
+    assert inherited_rope(LlamaConfig(head_dim=8, rope_parameters={**rope, "rope_theta": 500.0})) == PLAIN
 
 
 def test_heads_saved_before_positions_could_be_scaled_are_read_as_they_were():

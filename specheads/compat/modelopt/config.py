@@ -14,7 +14,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from specheads.heads import Eagle3Config, EagleConfig
-from specheads.heads.layers.rope import USUAL_THETA, completed
+from specheads.heads.layers.rope import USUAL_THETA, complete_rope
 from specheads.options import refuse_unknown, shown
 
 MODES = ("medusa", "eagle", "eagle1", "eagle3")
@@ -140,7 +140,7 @@ def _rope(shape: Mapping[str, Any], base: Any) -> dict[str, Any]:
     scaling = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
     longest = shape.get("max_position_embeddings") or getattr(base, "max_position_embeddings", None) or 2048
     theta = scaling.get("rope_theta") or shape.get("rope_theta") or USUAL_THETA
-    made = {**completed(scaling, longest), "rope_theta": theta}
+    made = {**complete_rope(scaling, longest), "rope_theta": theta}
     return made if made["rope_type"] != "default" else {"rope_type": "default", "rope_theta": theta}
 
 

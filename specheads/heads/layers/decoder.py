@@ -18,7 +18,7 @@ from specheads.decoding.target.cache import TreeCache, additive
 from specheads.decoding.target.hf_base import first_layer
 from specheads.heads.base import HeadConfig
 from specheads.heads.layers.block import DecoderBlock
-from specheads.heads.layers.rope import RotaryTable, checked, inherited, refuse_overflow
+from specheads.heads.layers.rope import RotaryTable, check_rope, inherited_rope, refuse_overflow
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
@@ -56,7 +56,7 @@ class DecoderConfig(HeadConfig):
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
         if self.rope_parameters is not None:
             try:
-                object.__setattr__(self, "rope_parameters", checked(self.rope_parameters))
+                object.__setattr__(self, "rope_parameters", check_rope(self.rope_parameters))
                 refuse_overflow(self.head_dim or 2, self.rope_parameters)
             except ValueError as error:
                 raise ValueError(f"{self.kind} head option rope_parameters: {error}") from error
@@ -88,7 +88,7 @@ class DecoderConfig(HeadConfig):
             head_dim=config.head_dim or base_head_dim + base_head_dim % 2,
             intermediate_size=config.intermediate_size or inner or 4 * config.hidden_size,
             rms_norm_eps=config.rms_norm_eps or getattr(base_config, "rms_norm_eps", None) or 1e-6,
-            rope_parameters=config.rope_parameters or inherited(base_config),
+            rope_parameters=config.rope_parameters or inherited_rope(base_config),
         )
 
     def block(self, input_size: int) -> DecoderBlock:

@@ -37,7 +37,7 @@ def rope_type(parameters: Mapping[str, Any]) -> Any:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
-def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def check_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters in a fixed order, numbers as floats, without None. ValueError if a head cannot have them."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{shown(parameters)}; expected a table with rope_type, rope_theta and what the type needs")
@@ -79,7 +79,7 @@ def _value(name: str, value: Any) -> Any:
     return value if whole else float(value)
 
 
-def completed(parameters: Mapping[str, Any], longest: int) -> dict[str, Any]:
+def complete_rope(parameters: Mapping[str, Any], longest: int) -> dict[str, Any]:
     """A config's table with the defaults that transformers takes from the config: longest: max_position_embeddings."""
     result = {name: value for name, value in parameters.items() if name not in ("type", "rope_type")}
     result["rope_type"] = rope_type(parameters)
@@ -107,7 +107,7 @@ def rope_of(base_config: Any) -> dict[str, Any]:
     longest = getattr(base_config, "max_position_embeddings", None) or 2048
     if (original := getattr(base_config, "original_max_position_embeddings", None)) is not None:
         found["original_max_position_embeddings"] = original  # Phi-3 has it here, and it takes precedence
-    result = completed(found, longest)
+    result = complete_rope(found, longest)
     if (share := result.get("partial_rotary_factor")) not in (None, 1):
         raise ValueError(
             f"partial_rotary_factor={shown(share)} rotates a part of each attention head; heads rotate all"
@@ -116,10 +116,10 @@ def rope_of(base_config: Any) -> dict[str, Any]:
         result["rope_theta"] = USUAL_THETA
     known = _OPTIONS.get(result["rope_type"], ((), ()))
     names = {"rope_type", "rope_theta", *known[0], *known[1]}
-    return checked({name: value for name, value in result.items() if name in names})
+    return check_rope({name: value for name, value in result.items() if name in names})
 
 
-def inherited(base_config: Any) -> dict[str, Any]:
+def inherited_rope(base_config: Any) -> dict[str, Any]:
     """The rope parameters of a new head: its base's, so that both reach as far; or unscaled ones of the same theta if a
     head cannot have those."""
     try:
@@ -127,7 +127,7 @@ def inherited(base_config: Any) -> dict[str, Any]:
     except ValueError:
         found = getattr(base_config, "rope_parameters", None) or {}
         theta = (found.get("full_attention") or found).get("rope_theta") or USUAL_THETA
-        return checked({"rope_type": "default", "rope_theta": theta})
+        return check_rope({"rope_type": "default", "rope_theta": theta})
 
 
 def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specheads.heads.layers.decoder import DecoderConfig
-from specheads.heads.layers.rope import USUAL_THETA, completed
+from specheads.heads.layers.rope import USUAL_THETA, complete_rope
 from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import real, table, whole
 from specheads.models.formats.files import Files
@@ -76,7 +76,7 @@ def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
             )
         if original is not None:
             rope = {**rope, "original_max_position_embeddings": original}
-        filled = {**completed(rope, longest), "rope_theta": real(config | rope, "rope_theta", USUAL_THETA)}
+        filled = {**complete_rope(rope, longest), "rope_theta": real(config | rope, "rope_theta", USUAL_THETA)}
         if filled["rope_type"] == "default":  # nothing else applies to it
             filled = {name: filled[name] for name in ("rope_type", "rope_theta")}
         if table(config, name):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.index import read_finished_index
-from specheads.training.features.shards import facts
+from specheads.training.features.shards import file_fingerprint
 from tests.support.command_line import run
 from tests.support.paths import ROOT
 from tests.support.saved_features import dump, material
@@ -57,7 +57,10 @@ def test_a_folder_of_format_1_is_read_and_resumed(folder, tmp_path):
         save_file({name.replace("topk_", "law_"): t for name, t in tensors.items()}, path, {"text": "0a1b2c3d"})
     record = json.loads((old / "index.json").read_text())
     record["law"] = f"topk:{record.pop('teacher_probs')}"
-    files = {split: [facts(old / entry["file"]) for entry in entries] for split, entries in record["files"].items()}
+    files = {
+        split: [file_fingerprint(old / entry["file"]) for entry in entries]
+        for split, entries in record["files"].items()
+    }
     (old / "index.json").write_text(json.dumps({**record, "format": 1, "files": files}))
     kept = [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(new, (1,))]
     assert [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(old, (1,))] == kept

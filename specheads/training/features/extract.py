@@ -42,7 +42,7 @@ from specheads.training.features.plan import (
     saved_files,
     tapped_layers,
 )
-from specheads.training.features.shards import FeatureError, Shard, facts, write
+from specheads.training.features.shards import FeatureError, Shard, file_fingerprint, write
 from specheads.training.recipe.base import load_base, padding_id
 from specheads.training.recipe.recipe import Recipe
 
@@ -130,8 +130,8 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses
 
 def _finish(folder: Path, index: Index) -> None:
     """Write the index with every file in it: the folder is complete."""
-    files = {name: [facts(folder / file) for file, _ in index.shards(name)] for name in index.rows}
-    kept = facts(folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS)
+    files = {name: [file_fingerprint(folder / file) for file, _ in index.shards(name)] for name in index.rows}
+    kept = file_fingerprint(folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS)
     replace(index, files=files, kept=kept).write(folder)
 
 

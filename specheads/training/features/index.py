@@ -11,7 +11,7 @@ from typing import Any, Literal
 from specheads.files import replacing
 from specheads.models.files import make_portable
 from specheads.options import OptionError
-from specheads.training.features.shards import AGAIN, FeatureError, facts
+from specheads.training.features.shards import AGAIN, FeatureError, file_fingerprint
 
 INDEX = "index.json"
 FORMAT = 2
@@ -43,7 +43,7 @@ class Index:
 
     base: its name, revision, fingerprint, the `autocast` it ran under, and `unfit`, kind of head → why it cannot learn
     from this base.
-    rows: of each split; files: of each split what `facts` says of each, none until all are written; kept: the same of
+    rows: of each split; files: of each split the `file_fingerprint` of each, none until all are written; kept: that of
     the base's file.
     """
 
@@ -125,7 +125,7 @@ def read_finished_index(folder: Path) -> Index:
     known = [(folder / FOLDER, index.kept), *((folder, entry) for files in index.files.values() for entry in files)]
     for base, entry in known:
         path = base / entry["file"]
-        actual = facts(path)
+        actual = file_fingerprint(path)
         if actual != entry:
             wrong = ", ".join(
                 f"{name} {actual[name]}, not {entry[name]}" for name in entry if actual[name] != entry[name]

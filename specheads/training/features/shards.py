@@ -128,7 +128,7 @@ class Shard:
 AGAIN = "run the command that saved the features again: it writes what is missing"
 
 
-def facts(path: Path) -> dict[str, Any]:
+def file_fingerprint(path: Path) -> dict[str, Any]:
     """What the index keeps of a file: its size, and a checksum of its header, by which a file that was exchanged or
     cut short is known without reading it."""
     try:

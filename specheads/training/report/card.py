@@ -45,7 +45,7 @@ def is_ours(path: Path) -> bool:
     return bool(marked) and re.sub(r" -->\s*$", "", digest) == _digest(text)
 
 
-def described(arguments: TrainingArguments, steps: int, rows: Any, processes: int) -> list[str]:
+def describe_training(arguments: TrainingArguments, steps: int, rows: Any, processes: int) -> list[str]:
     """How a run was trained that has no recipe."""
     count = len(rows) if hasattr(rows, "__len__") else None
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes

@@ -378,7 +378,7 @@ class SpecTrainer(Trainer):
     def record(self) -> TrainingRecord:
         """What a model card says of the run so far."""
         steps, processes = self.state.global_step, self.args.world_size
-        trained = [] if self.recipe else run_card.described(self.args, steps, self.train_dataset, processes)
+        trained = [] if self.recipe else run_card.describe_training(self.args, steps, self.train_dataset, processes)
         return TrainingRecord(
             history=self.state.log_history, recipe=self.recipe, trained=trained, restored_step=self.restored_step
         )

@@ -47,6 +47,7 @@ class HeadConfig:
 
     kind: ClassVar[str] = ""
     title: ClassVar[str] = ""  # in a model card; "" for the kind
+    loss_terms: ClassVar[tuple[str, ...]] = ()  # that `loss` reports besides those of every head
     aliases: ClassVar[dict[str, str]] = {}  # other spellings of options → their names here
     unrecorded: ClassVar[dict[str, Any]] = {}  # what a checkpoint from before an option means, where not its default
     bounds: ClassVar[dict[str, tuple[float, float]]] = {  # least and greatest value; those of base classes hold too

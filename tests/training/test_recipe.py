@@ -7,7 +7,7 @@ import yaml
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import IntervalStrategy
 
-from specheads.heads import Eagle3Config
+from specheads.heads import HEADS, Eagle3Config, MedusaConfig, MedusaHead
 from specheads.training.build import resume_point, training_arguments
 from specheads.training.recipe.recipe import Recipe, RecipeError, read_recipe, with_overrides
 from specheads.training.trainer.trainer import SpecTrainingArguments
@@ -216,6 +216,18 @@ def test_every_figure_of_an_evaluation_may_choose_the_best_checkpoint(kind, tmp_
     for name in found:
         assert with_training(metric_for_best_model=name.removeprefix("eval_"))
         assert with_training(metric_for_best_model=name)
+
+
+def test_a_loss_term_of_a_head_from_outside_may_choose_the_best_checkpoint(monkeypatch):
+    class Config(MedusaConfig):
+        kind = "outside"
+        loss_terms = ("sharpness",)
+
+    with pytest.raises(RecipeError, match=r"unknown training\.metric_for_best_model 'sharpness'"):
+        with_training(metric_for_best_model="sharpness")
+    monkeypatch.setitem(HEADS, "outside", type("Head", (MedusaHead,), {"Config": Config}))
+    assert with_training(metric_for_best_model="sharpness")
+    assert with_training(metric_for_best_model="eval_sharpness")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
     """
 
     kind: ClassVar[str] = "parallel"
+    loss_terms: ClassVar[tuple[str, ...]] = ("confidence",)
     aliases: ClassVar[dict[str, str]] = {}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "block_size": (1, DEEPEST), "anchors": (1, 2**20), "markov_rank": (0, 2**16), "mask_token_id": (0, 2**24),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
+from specheads.heads import HEADS
 from specheads.options import reason, refuse_unknown, shown
 
 _PLAIN = (bool, int, float, str, list, tuple, dict, NoneType)  # what YAML holds; other objects are left to the Trainer
@@ -19,10 +20,9 @@ _PACKAGES = {
     "comet_ml": "comet-ml", **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow",
     "neptune", "swanlab", "tensorboard", "trackio", "wandb")},
 }  # fmt: skip
-# Figures of an evaluation, some of them of one kind of head.
+# Figures of an evaluation of any head; base: of adapters that are trained with it.
 _METRICS = (
     "loss", "accepted_length", "accepted_length_error", "accepted_length_sampled", "accepted_length_tree", "base",
-    "confidence", "feature", "token_loss",
 )  # fmt: skip
 _BY_DEPTH = ("accuracy", "conditional_accuracy", "acceptance", "loss")
 _WORDS = {
@@ -51,7 +51,8 @@ def _refuse_unknown_metric(name: str) -> None:
     kind, by_depth, depth = name.rpartition("_depth_")
     if not (by_depth and kind in _BY_DEPTH and depth.isdecimal() and int(depth) > 0):
         depths = [f"{kind}_depth_{depth}" for kind in _BY_DEPTH for depth in range(1, 9)]
-        refuse_unknown([name], [*_METRICS, *depths], "training.metric_for_best_model")
+        terms = [term for head in HEADS.values() for term in head.Config.loss_terms]
+        refuse_unknown([name], [*_METRICS, *terms, *depths], "training.metric_for_best_model")
 
 
 def _check_value(name: str, value: Any, hint: Any, default: Any) -> Any:

@@ -27,11 +27,11 @@ from specheads.models.base.state_size import state_size
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError
+from specheads.training.distributed.launch import KINDS, SHARDED
 from specheads.training.recipe.recipe import Recipe
 from specheads.training.trainer.optim import is_hidden_matrix
 
 GIB = 1 << 30
-_UNSHARDED_BASE = ("no", "ddp", "zero1", "zero2")  # each process holds the base whole
 GPU_CONTEXT = 0.5 * GIB  # of CUDA, its kernels and workspaces; not measured
 UTILISATION = 0.4  # of a GPU's dense bf16 peak, which frozen forward passes and a small head reach
 PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
@@ -106,7 +106,7 @@ def estimate(
         memory["buckets"] = sizes.trained * sizes.head_bytes  # DDP's copies of the gradients, which it sums in place
     on_cpu = device is None and not torch.cuda.is_available()
     memory["runtime"] = psutil.Process().memory_info().rss if on_cpu else GPU_CONTEXT
-    if distributed not in _UNSHARDED_BASE:
+    if distributed in SHARDED:
         memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
     name, speed = _device(device)
     # The last layer's state is also what the teacher's probabilities come from, and saved once.
@@ -122,7 +122,7 @@ def estimate(
         processes=processes,
         distributed=distributed,
         loading=base / GIB,
-        sharded_loading=None if distributed in _UNSHARDED_BASE else _sharded_loading(model, base, sizes) / GIB,
+        sharded_loading=_sharded_loading(model, base, sizes) / GIB if distributed in SHARDED else None,
         recurrent_states=None if states is None else states.line(),
     )
 
@@ -198,9 +198,10 @@ class _Sizes:
 
 def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dict[str, float]:
     """Bytes of each process by part, but for what is gathered. base: bytes of the whole frozen base."""
-    share = 1 if distributed in _UNSHARDED_BASE else processes
-    gradients_share = processes if distributed in ("zero2", "zero3", "fsdp", "fsdp2") else 1
-    optimizer_share = 1 if distributed in ("no", "ddp") else processes
+    parts = KINDS[distributed]
+    share, gradients_share, optimizer_share = (
+        processes if part in parts else 1 for part in ("weights", "gradients", "optimizer")
+    )
     hidden, inner, taps = sizes.hidden, sizes.inner, sizes.taps
     # One frozen layer at a time, what is tapped, and what the head keeps for its backward pass: some 14 vectors of the
     # hidden size and 3 of the inner one for each time a token goes through it.

@@ -25,7 +25,7 @@ from specheads.training.build import (
     unsharded,
 )
 from specheads.training.distributed import launch
-from specheads.training.distributed.launch import LaunchError
+from specheads.training.distributed.launch import SHARDED, LaunchError
 from specheads.training.errors import (
     STATE,
     TrainingError,
@@ -41,9 +41,9 @@ from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.training.recipe.recipe import Recipe
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
+from specheads.training.resume import WHOLE
 from specheads.training.trainer.trainer import SpecTrainer
 
-SHARDED = ("fsdp", "fsdp2", "zero3")  # no process has the whole model
 _log = logging.getLogger(__name__)
 
 
@@ -154,7 +154,7 @@ class Run:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
         take one more step each time, or none and a loss of 0. None where there is something to do."""
         trainer, arguments = self.trainer, self.trainer.args
-        if self.checkpoint is None or launch.kind_of(trainer.accelerator) not in ("no", "ddp"):
+        if self.checkpoint is None or launch.kind_of(trainer.accelerator) not in WHOLE:
             return None
         state = TrainerState.load_from_json(str(Path(self.checkpoint) / STATE))
         by_steps, patience = arguments.max_steps > 0, self.recipe.early_stopping

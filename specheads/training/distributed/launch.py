@@ -15,7 +15,13 @@ from typing import Any
 
 from specheads.options import OptionError, refuse_unknown
 
-KINDS = ("no", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
+# Kind → what each process holds a part of; the rest it holds whole.
+KINDS: dict[str, tuple[str, ...]] = {
+    "no": (), "ddp": (),
+    "fsdp": ("optimizer", "gradients", "weights"), "fsdp2": ("optimizer", "gradients", "weights"),
+    "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "zero3": ("optimizer", "gradients", "weights"),
+}  # fmt: skip
+SHARDED = tuple(kind for kind, parts in KINDS.items() if "weights" in parts)  # no process has the whole model
 
 
 class LaunchError(RuntimeError):
@@ -36,7 +42,7 @@ class LaunchConfig:
             raise OptionError(
                 "{launch.processes}: expected a whole number of at least 1", **{"launch.processes": self.processes}
             )
-        if self.distributed is not None and self.distributed not in KINDS:
+        if self.distributed is not None and self.distributed not in tuple(KINDS):  # a list has no hash
             raise OptionError(
                 f"{{launch.distributed}}: expected one of {', '.join(KINDS)}",
                 **{"launch.distributed": self.distributed},

@@ -16,6 +16,8 @@ import torch
 from huggingface_hub.errors import GatedRepoError
 
 from specheads import CheckpointError, SpecModel, hub
+from specheads.models.formats import importing
+from specheads.models.formats.medusa.hydra import Hydra
 from tests.reference import foreign, foreign_blocks, foreign_depths, foreign_modelopt
 from tests.support.assert_drafts import embeddings
 
@@ -245,6 +247,21 @@ def test_a_base_model_in_a_pickle_is_no_head(base, tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="model_type='llama'"):
         SpecModel.from_pretrained(tmp_path, base=base)
+
+
+def test_a_pickle_in_a_format_from_outside_is_known_by_a_key_of_its_config(base, tmp_path, monkeypatch):
+    class Toy(Hydra):
+        config_keys = ("toy_depths",)
+
+        def recognises(self, files):
+            return True
+
+    monkeypatch.setattr(importing, "FORMATS", [])
+    (tmp_path / "config.json").write_text(json.dumps({"toy_depths": 1, "num_hidden_layers": 3}))
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert importing.find_foreign(tmp_path) is None
+    importing.FORMATS.append(Toy())
+    assert importing.find_foreign(tmp_path) is not None
 
 
 def test_a_pickle_beside_safetensors_is_not_looked_at(pickled, base):

@@ -46,7 +46,8 @@ class Format(ABC):
     for. serving: Markdown with the commands, a template (serving.py). embeds: whether the base's embeddings are part of
     an export; None if the format cannot hold them. Embeddings in a file that is read are compared with the base's.
     wide: ends of the names of tensors that keep a dtype of their own. within_base: the head is a part of its base's own
-    checkpoint.
+    checkpoint. config_keys: keys of a config that no whole model has: a pickle is taken for a head by them, since its
+    tensors are not looked at.
     """
 
     kind: ClassVar[str]
@@ -57,6 +58,7 @@ class Format(ABC):
     embeds: bool | None = False
     wide: tuple[str, ...] = ()
     within_base: ClassVar[bool] = False
+    config_keys: ClassVar[tuple[str, ...]] = ()
 
     def recognises(self, files: Files) -> bool:
         """Are these files in this format? A format that several engines share is recognised by one of them."""

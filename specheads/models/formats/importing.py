@@ -107,10 +107,7 @@ def find_foreign(
 def _may_be_a_head(files: Files, config: dict[str, Any]) -> bool:
     """By its config and file names alone: may it be a head?"""
     assert files.weights is not None
-    keys = {
-        "draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type",
-        "dflash_config", "markov_rank",
-    }  # fmt: skip
+    keys = {key for form in FORMATS for key in form.config_keys}
     return bool(
         keys & config.keys() or files.weights.name.startswith(_NAMED) or config.get("num_hidden_layers") == 1
         or config.get("model_type") == "medusa" or any("Eagle" in arch for arch in architectures(config))

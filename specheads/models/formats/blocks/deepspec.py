@@ -5,7 +5,7 @@ DeepSpec's own files have copies of the base's matrices; the others take those o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,6 +31,7 @@ _LAYERS = "target_layer_ids"
 class DeepSpec(parallel.Parallel):
     """copies_output: the file has the base's output matrix, beside its embeddings."""
 
+    config_keys: ClassVar[tuple[str, ...]] = ("markov_rank",)
     copies_output: bool = False
     takes_markov: bool = True
     from_anchor: bool | None = True

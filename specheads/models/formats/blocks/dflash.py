@@ -7,7 +7,7 @@ matrix, which are not in the file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -37,6 +37,7 @@ _ABSENT = ("projector_type", "attention_value_scale", "swa_window_size")
 
 @dataclass(frozen=True)
 class DFlash(parallel.Parallel):
+    config_keys: ClassVar[tuple[str, ...]] = (_TABLE,)
     from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:

@@ -75,6 +75,7 @@ class Eagle3(Format):
     a norm and are supported. positions: the scaled ones it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
+    config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
     engine: str
     title: str
     versions: str

@@ -28,6 +28,7 @@ VERSION = "0.9.0"
 @dataclass(frozen=True)
 class Speculators(Format):
     kind: ClassVar[str] = Eagle3Config.kind
+    config_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
     engine: str = "speculators"
     title: str = "speculators EAGLE-3"
     versions: str = f"speculators {VERSION}, vLLM 0.28 to 0.33"

@@ -46,6 +46,7 @@ class Medusa(Format):
     """shares_layers: its reader has one module for all layers of a head, so they must be equal. weights: the file."""
 
     kind: ClassVar[str] = MedusaConfig.kind
+    config_keys: ClassVar[tuple[str, ...]] = ("medusa_num_heads", "num_medusa_heads")
     engine: str
     title: str
     versions: str
@@ -55,8 +56,7 @@ class Medusa(Format):
     embeds: bool | None = None
 
     def recognises(self, files: Files) -> bool:
-        config = files.config or {}
-        counted = config.keys() & {"medusa_num_heads", "num_medusa_heads"}
+        counted = (files.config or {}).keys() & {*self.config_keys}
         return self.engine == "medusa" and bool(counted or (files.weights and files.weights.name.startswith("medusa_")))
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:

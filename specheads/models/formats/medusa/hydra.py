@@ -37,6 +37,7 @@ _SIZES = (
 @dataclass(frozen=True)
 class Hydra(Format):
     kind: ClassVar[str] = HydraConfig.kind
+    config_keys: ClassVar[tuple[str, ...]] = ("hydra_num_heads",)
     engine: str = "hydra"
     title: str = "Hydra (its repository's format)"
     versions: str = "zankner/Hydra (main)"

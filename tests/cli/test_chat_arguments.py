@@ -8,7 +8,7 @@ from specheads.cli.chat.completion import completions
 from specheads.cli.chat.console import Console
 from specheads.cli.chat.lines import Entry, read_entry, unescaped
 from specheads.cli.chat.session import Session
-from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change
+from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change, numbers_of
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.planner.named import PLANS, tree_named
 from specheads.models.named import Models
@@ -72,7 +72,7 @@ def test_all_that_tab_offers_is_taken():
     assert all(tree_named(f"{kind}:{numbers.get(kind, 2)}") for kind in PLANS)
     for name, command in COMMANDS.items():
         for word in command.words[0] if command.words else ():
-            numbers = " ".join("1" for _ in PROCESSORS.get(word, ()))
+            numbers = " ".join("1" for _ in (numbers_of(word) if word in PROCESSORS else ()))
             change(Settings(), name, f"{word} {numbers}".strip())
 
 

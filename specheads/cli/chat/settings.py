@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,21 +22,18 @@ from specheads.terminal import utf8_text
 DEBUG = ("off", "steps", "depth")
 STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 SWITCH = ("on", "off")
-# The numbers each processor takes, in the order in which they are given.
-PROCESSORS: dict[str, tuple[str, ...]] = {
-    "greedy": ("temperature",),
-    "multinomial": ("temperature",),
-    "topk": ("temperature", "top_k"),
-    "nucleus": ("temperature", "top_p"),
-    "topknucleus": ("temperature", "top_k", "top_p"),
-}
-KINDS: dict[str, Callable[..., processors.LogitsProcessor]] = {
+PROCESSORS: dict[str, Callable[..., processors.LogitsProcessor]] = {
     "greedy": processors.GreedyProcessor,
     "multinomial": processors.MultinomialProcessor,
     "topk": processors.TopKProcessor,
     "nucleus": processors.NucleusProcessor,
     "topknucleus": processors.TopKNucleusProcessor,
 }
+
+
+def numbers_of(name: str) -> tuple[str, ...]:
+    """The numbers that a processor takes, in the order in which they are given."""
+    return tuple(inspect.signature(PROCESSORS[name]).parameters)
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,9 @@ class Processor:
         refuse_unknown([self.name], PROCESSORS, "processor")
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature {self.temperature:g} must be a number above 0; greedy takes the likeliest")
-        if "top_k" in PROCESSORS[self.name] and self.top_k < 1:
+        if "top_k" in numbers_of(self.name) and self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} must be at least 1 token")
-        if "top_p" in PROCESSORS[self.name] and not 0 < self.top_p <= 1:
+        if "top_p" in numbers_of(self.name) and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p:g} must be above 0 and at most 1")
 
     @classmethod
@@ -62,7 +60,7 @@ class Processor:
         """`nucleus 0.8 0.9`: a name and its numbers, of which the temperature alone may be left out."""
         name, *given = text.split() or [""]
         refuse_unknown([name], PROCESSORS, "processor")
-        wanted = PROCESSORS[name]
+        wanted = numbers_of(name)
         usage = f"{name} {' '.join(wanted).upper()}"
         if len(given) > len(wanted) or (given and len(given) < len(wanted)) or (len(wanted) > 1 and not given):
             raise ValueError(f"{usage}: {len(given)} of {len(wanted)} numbers given")
@@ -73,7 +71,7 @@ class Processor:
             raise ValueError(f"{usage}: {error}") from error
 
     def __str__(self) -> str:
-        numbers = ", ".join(f"{key} {getattr(self, key):g}" for key in PROCESSORS[self.name])
+        numbers = ", ".join(f"{key} {getattr(self, key):g}" for key in numbers_of(self.name))
         return self.name if self.name == "greedy" else f"{self.name} ({numbers})"
 
     @property
@@ -81,7 +79,7 @@ class Processor:
         return self.name != "greedy"
 
     def warpers(self) -> LogitsProcessorList:
-        made = KINDS[self.name](*(getattr(self, name) for name in PROCESSORS[self.name]))
+        made = PROCESSORS[self.name](*(getattr(self, name) for name in numbers_of(self.name)))
         return LogitsProcessorList([made])
 
 

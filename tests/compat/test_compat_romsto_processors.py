@@ -209,4 +209,5 @@ def test_skipping_the_adjustment_is_asked_for_by_its_name(target, small):
         )
         with pytest.raises(ZeroDivisionError):
             compat.speculative_generate(PROMPT, small, target, logits_processor=PROCESSORS["warm"], **options)
-    assert asked["accept"].rule == NoResidual() and asked["plan"] == SampledTree((1, 1))
+    decoding = asked["decoding"]
+    assert decoding.accept.rule == NoResidual() and decoding.plan == SampledTree((1, 1))

@@ -1,4 +1,5 @@
-"""A text that passes what its base was made for or its head was trained on is said to, once; others are not."""
+"""What generate() warns of, once: a text that passes what its base was made for or its head was trained on, and a slow
+dtype."""
 
 import json
 
@@ -148,3 +149,16 @@ def test_a_file_that_makes_no_sense_of_it_is_refused(value, named, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="trained_length must be a whole number of tokens"):
         SpecModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("is_fast", "dtype", "draft", "times"), [
+    (False, torch.bfloat16, "lookup", 1), (True, torch.bfloat16, "lookup", 0), (False, torch.float32, "lookup", 0),
+    (False, torch.bfloat16, False, 0),
+])  # fmt: skip
+def test_drafts_for_a_base_in_bfloat16_where_that_is_slow(is_fast, dtype, draft, times, hf_log, monkeypatch):
+    monkeypatch.setattr("specheads.decoding.generation.decoding.bfloat16_is_fast", lambda device: is_fast)
+    base = tiny_llama().to(dtype)
+    for _ in range(2):
+        specheads.generate(base, ids(4), draft=draft, max_new_tokens=3, do_sample=False)
+    warned = [record.message for record in hf_log.records if "bfloat16" in record.message]
+    assert len(warned) == times and all("dtype=torch.float32" in message for message in warned)

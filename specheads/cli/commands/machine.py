@@ -65,7 +65,10 @@ def _bfloat16() -> str:
     device, kind = ("GPU", "cuda") if torch.cuda.is_available() else ("processor", "cpu")
     if bfloat16_is_fast(torch.device(kind)):
         return f"fast on this {device}"
-    return f"slow on this {device}, which has no instructions for it: train with training.bf16=false"
+    return (
+        f"slow on this {device}, which has no instructions for it: load models with dtype=torch.float32, and train "
+        "with training.bf16=false"
+    )
 
 
 def _attention() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from specheads.decoding.acceptance import Acceptance, Fuzzy
 from specheads.decoding.acceptance.named import as_rule
@@ -22,10 +23,13 @@ from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.context_limits import warn_past_limits
 from specheads.decoding.loop import Step, Stop, decode
 from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import Refill
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching
+
+logger = hf_logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Decoding:
             raise missing_draft_probs(rule, found)
         if output_divergences and not isinstance(rule, Fuzzy):
             raise ValueError(f"output_divergences=True is for accept=Fuzzy(...), which measures one, not for {rule!r}")
+        if found is not None:
+            warn_of_slow_bfloat16(base)
         compiled = compiled_steps(base, compile) if compile else None
         return cls(base, found, plan, rule, output_divergences, compiled)
 
@@ -100,3 +106,12 @@ class Decoding:
     def warn_past_limits(self, length: int) -> None:
         """A line in the log if a text of `length` tokens is longer than the base or the drafter was made for."""
         warn_past_limits(self.base, None if self.drafter is None else self.drafter.trained_length, length)
+
+
+def warn_of_slow_bfloat16(base: PreTrainedModel) -> None:
+    """A line in the log, once, if drafts for this base are verified on a CPU without instructions for its bfloat16."""
+    if base.dtype == torch.bfloat16 and base.device.type == "cpu" and not bfloat16_is_fast(base.device):
+        logger.warning_once(
+            "the base is in bfloat16, for which this processor has no instructions: prompts, and passes that verify "
+            "drafts, take up to several times as long as in float32; load it with dtype=torch.float32"
+        )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -95,11 +96,17 @@ def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
-def two_processes(recipe, file):
-    """A launcher that has started them, as a user's shell does."""
+def two_processes(recipe, file, sharded=False):
+    """A launcher that has started them, as a user's shell does. sharded: under FSDP2."""
     file.write_text(recipe.to_yaml())
     clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
     command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train/heads.py", str(file)]
+    if sharded:
+        config = file.with_name("fsdp2.yaml")
+        shipped = (ROOT / "recipes" / "accelerate" / "fsdp2.yaml").read_text()
+        config.write_text(shipped.replace("gpu_ids: all", "use_cpu: true"))
+        command = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+        command += ["--main_process_port", "0", "tests/workers/fsdp2_on_cpu.py", str(file)]
     return subprocess.Popen(
         [sys.executable, "-m", *command], cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
         stderr=file.with_suffix(".err").open("a"),
@@ -129,22 +136,22 @@ def logs_of(output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [None, 1, 2, 3], ids=["ddp", "zero1", "zero2", "zero3"])
-def test_two_processes_killed_at_random_moments_end_as_the_uninterrupted_ones(zero, folder, tmp_path):
-    more = {}
-    if zero is not None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_two_processes_killed_at_random_moments_end_as_the_uninterrupted_ones(kind, folder, tmp_path):
+    more, run = {}, partial(two_processes, sharded=kind == "fsdp2")
+    if kind.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-        more["deepspeed"] = {**ZERO, "zero_optimization": {**ZERO["zero_optimization"], "stage": zero}}
+        more["deepspeed"] = {**ZERO, "zero_optimization": {**ZERO["zero_optimization"], "stage": int(kind[-1])}}
     whole, output = tmp_path / "whole", tmp_path / "killed"
     saving = {"save_steps": 1, "max_steps": 12, "per_device_train_batch_size": 1, "logging_steps": 2, **more}
-    assert two_processes(options(whole, folder, **saving), tmp_path / "whole.yaml").wait(timeout=300) == 0
+    assert run(options(whole, folder, **saving), tmp_path / "whole.yaml").wait(timeout=300) == 0
     draw, left = random.Random(3), []
     for step, whom in ((2, "all"), (5, "1"), (8, "0")):
-        launcher = two_processes(options(output, folder, **saving), tmp_path / "killed.yaml")
+        launcher = run(options(output, folder, **saving), tmp_path / "killed.yaml")
         kill_after(launcher, output, step, draw.uniform(0, 0.15), whom)
         left.append(int(last_finished(output).name.removeprefix("checkpoint-")))
     assert 1 <= left[0] < left[1] < left[2] < 12
-    assert two_processes(options(output, folder, **saving), tmp_path / "killed.yaml").wait(timeout=300) == 0
+    assert run(options(output, folder, **saving), tmp_path / "killed.yaml").wait(timeout=300) == 0
     logs = [logs_of(path) for path in (whole, output)]
     assert logs[0] == logs[1] and len(logs[0]) == 6
     expected, resumed = (load_file(path / "model.safetensors") for path in (whole, output))

@@ -1,6 +1,5 @@
 """train/heads.py under FSDP2 on CPUs, over gloo, which torch can do and accelerate does not offer.
 
-from tests.support.paths import ROOT
 accelerate makes FSDP of a run on several accelerators only, and plain DDP of the same configuration on CPUs.
 """
 

@@ -526,7 +526,7 @@ MUTATIONS = (
       "trainer.head_step", "trainer.state.global_step", "training/test_best_head.py", "keeps_each_step"),
     M("early stopping counted anew", "training.run:prepare",
       "evaluations_waited(state)", "0", "training/test_best_head.py", "waited_for"),
-    M("resume: sums since the last log forgotten", "training.trainer.trainer:SpecTrainer._load_rng_state",
+    M("resume: sums since the last log forgotten", "training.trainer.resumable:ResumableTrainer._load_rng_state",
       "fill_(unlogged.loss)", "fill_(0.0)", "training/test_trainer.py", "between_two_logs"),
     M("features: scale of the mean", "training.features.shards:encode_states",
       ".amax(-1)", ".mean(-1)", "training/test_features_disk.py", "eight_bits"),

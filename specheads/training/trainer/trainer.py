@@ -1,11 +1,9 @@
 """SpecTrainer: transformers' Trainer with what heads need: accepted length in every log, learning rates per group,
-checkpoints of the head alone."""
+checkpoints of the head alone (`resumable.py`)."""
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +13,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, set_seed
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from specheads.data.repeats import mask_repeats
 from specheads.decoding.generation.context_limits import longest_text
@@ -26,27 +22,22 @@ from specheads.decoding.planner import StaticTree
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.base.frozen_base import explain_frozen, is_frozen_base
-from specheads.models.base.lora import is_adapter
-from specheads.models.card import TrainingRecord
-from specheads.models.checkpoint import correct_copied_name
-from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.distributed import deepspeed as zero
-from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import STATE, TrainingError, refuse_not_finite, step_of, writing
+from specheads.training.errors import TrainingError, refuse_not_finite
 from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
-from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
-from specheads.training.resume import Unlogged, Writers, data_mark, refuse_head_alone, refuse_other_model, writers_of
+from specheads.training.resume import refuse_head_alone
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
+from specheads.training.trainer.resumable import ResumableTrainer
 from specheads.training.trainer.sampler import SeededLengthGroups
 
 _log = logging.getLogger(__name__)
 
 
-class SpecTrainer(Trainer):
+class SpecTrainer(ResumableTrainer):
     """Trains the head of a SpecModel.
 
     Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log, and of the
@@ -55,10 +46,6 @@ class SpecTrainer(Trainer):
     the head's tree and for sampling. The loss of a step is that of its global batch: a mean over all supervised tokens,
     however many micro-batches and processes share it.
     """
-
-    args: SpecTrainingArguments
-    recipe: str | None = None  # as YAML, where one was followed
-    restored_step: int | None = None  # whose head the run took up at its end, as its best
 
     def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
         if is_frozen_base(model):
@@ -84,8 +71,6 @@ class SpecTrainer(Trainer):
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         self._pace = Pace()
         self._cpu_logged = time.process_time()
-        self._data: str | None = None  # its mark, once it was needed
-        self._longest: Tensor | None = None  # () tokens of the longest text since the head last noted it
         head = model.head
         if isinstance(head, DraftVocabulary) and head.narrow and not head.d2t.any():
             _log.warning(
@@ -229,83 +214,7 @@ class SpecTrainer(Trainer):
             refuse_not_finite(norm, "gradient", self.state.global_step + 1, self.args.output_dir)
         return norm
 
-    # Checkpoints
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Raises TrainingError where it cannot be written: its part is deleted, and earlier checkpoints stay."""
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: a checkpoint is finished once all is written
-        kept: Any = self.state.stateful_callbacks  # of a resumed run those of its checkpoint alone (transformers 5.23)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                kept.setdefault(type(callback).__name__, callback.state())
-        try:
-            with writing(folder, self.args.output_dir):
-                super()._save_checkpoint(model, trial)
-        except TrainingError:
-            if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with trained_weights_only(self.accelerator):
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with trained_weights_only(self.accelerator):
-            super()._load_from_checkpoint(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        with trained_weights_only(self.accelerator):
-            super()._load_best_model()
-        assert self.state.best_model_checkpoint is not None
-        self.restored_step = step_of(Path(self.state.best_model_checkpoint))
-
-    @property
-    def head_step(self) -> int:
-        """After how many steps the head in memory was trained so far."""
-        return self.state.global_step if self.restored_step is None else self.restored_step
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        unlogged = Unlogged([self._training_meter.state()], float(self._tr_loss), self._globalstep_last_logged)
-        unlogged.save(output_dir, self.args.process_index, self._writers())
-        # The first process writes trainer_state.json next, which says that the checkpoint is whole.
-        self.accelerator.wait_for_everyone()
-
-    def _note_trained_length(self) -> None:
-        """Note the longest text of this process in the head, and so in its checkpoints. Rows are dealt at random."""
-        if self._longest is not None:
-            self.accelerator.unwrap_model(self.model).note_trained_length(int(self._longest))
-            self._longest = None
-
-    def note_length_of(self, checkpoint: Path) -> None:
-        """Note the longest text that the checkpoint's head had learnt from."""
-        stored = json.loads((checkpoint / CONFIG).read_text("utf8"))
-        self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        writers = None if checkpoint is None else writers_of(checkpoint, self.args.process_index)
-        if checkpoint is None or writers is None:
-            return
-        if writers.processes != self.args.world_size:
-            # transformers would reuse the seed of the start, which would drop the same weights again.
-            set_seed(self.args.seed + self.state.global_step)
-        self.note_length_of(Path(checkpoint))
-        unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
-        self._training_meter = TrainingMeter.of_states(unlogged.meters, self.args.device)
-        self._tr_loss.fill_(unlogged.loss)
-        self._total_loss_scalar = -unlogged.loss  # train_loss stays the mean over the steps since the resumption
-        self._globalstep_last_logged = unlogged.last_logged
-
-    def _writers(self) -> Writers:
-        """This run as its checkpoints record it."""
-        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        self._data = self._data or data_mark(self.train_dataset)
-        kind, processes = kind_of(self.accelerator), self.args.world_size
-        return Writers(processes, rows * processes, kind, self._data, self.args.data_seed)
+    # Training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers. Raises ResumeError, a ValueError, for a checkpoint that this run could not resume as its
@@ -341,54 +250,6 @@ class SpecTrainer(Trainer):
             raise ValueError(
                 f"dataloader_drop_last=true leaves out the last batch that is not whole, and the {len(rows)} rows make "
                 f"no batch of {batch}: leave it out, or give a lower per_device_train_batch_size"
-            )
-
-    def refuse_other_run(self, checkpoint: Path) -> None:
-        """Raise ResumeError where another run wrote the checkpoint: one with another head, base, data or step."""
-        refuse_other_model(self.accelerator.unwrap_model(self.model).config, checkpoint)
-        if (written := writers_of(checkpoint, self.args.process_index)) is not None:
-            self._writers().refuse(written, checkpoint, other_rows=self.args.ignore_data_skip)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The head alone; a launcher that shards parameters passes what it gathered."""
-        if self.args.should_save:
-            self._note_trained_length()
-            model = self.accelerator.unwrap_model(self.model)
-            folder = output_dir or self.args.output_dir
-            model.save_pretrained(folder, state_dict=state_dict)
-            run_card.write(Path(str(folder)), model, self.record())
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As in transformers, which copies the head into the run's folder and uploads that."""
-        super()._push_from_checkpoint(checkpoint_folder)
-        if self.is_world_process_zero():
-            correct_copied_name(Path(checkpoint_folder), Path(str(self.args.output_dir)))
-
-    def create_model_card(  # type: ignore[override]
-        self, *, license: str | None = None, model_name: str | None = None, **options: Any
-    ) -> None:
-        """The head's own card, before an upload; transformers' would replace it, and say that the head is a model."""
-        if options:
-            raise TypeError(f"the card of a head is written from its run: leave out {', '.join(sorted(options))}")
-        if self.is_world_process_zero():
-            folder, model = Path(str(self.args.output_dir)), self.accelerator.unwrap_model(self.model)
-            record = self.record() if self.recipe is None else TrainingRecord.of_folder(folder)
-            run_card.write(folder, model, record, self.hub_model_id, license)
-
-    def record(self) -> TrainingRecord:
-        """What a model card says of the run so far."""
-        steps, processes = self.state.global_step, self.args.world_size
-        trained = [] if self.recipe else run_card.describe_training(self.args, steps, self.train_dataset, processes)
-        return TrainingRecord(
-            history=self.state.log_history, recipe=self.recipe, trained=trained, restored_step=self.restored_step
-        )
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        missing = [name for name in load_result.missing_keys if name.startswith("head.") or is_adapter(name)]
-        if missing or load_result.unexpected_keys:
-            raise CheckpointError(
-                f"the checkpoint does not fit this head: missing {missing}, unexpected {load_result.unexpected_keys}; "
-                "resume with the recipe it was trained with"
             )
 
 

@@ -157,7 +157,7 @@ class TargetLayers:
         with self.alone(index):
             layer: nn.Module = kind(self.config, index, **({"layer_type": self.type_of(index)} if typed else {}))
         indexed = [module for module in layer.modules() if hasattr(module, "layer_idx")]
-        if len({module.layer_idx for module in indexed}) > 1:
+        if len({module.layer_idx for module in indexed} - {None}) > 1:  # HunYuan's MLP has one that is not set
             raise UnsupportedModel(
                 f"layer {index} of {self.config.model_type} has several parts with keys, and an MTP head keeps those "
                 "of one; use another kind of head, 'eagle3' say"

@@ -282,6 +282,8 @@ class _Loop:
 
     def numbers(self, depth: int) -> Tensor | None:
         """(B, depth + 1) the numbers that draw the next tokens of each row; None if nothing is sampled."""
+        if not self.sampler.do_sample:
+            return None
         most = max(len(row) - len(ids) for row, ids in zip(self.context.history, self.prompts, strict=True))
         return self.sampler.token_numbers(self.count, depth + 1, most)
 

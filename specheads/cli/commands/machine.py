@@ -65,8 +65,9 @@ def _bfloat16() -> str:
     device, kind = ("GPU", "cuda") if torch.cuda.is_available() else ("processor", "cpu")
     if bfloat16_is_fast(torch.device(kind)):
         return f"fast on this {device}"
+    other = "float16" if kind == "cuda" else "float32"
     return (
-        f"slow on this {device}, which has no instructions for it: load models with dtype=torch.float32, and train "
+        f"slow on this {device}, which has no instructions for it: load models with dtype=torch.{other}, and train "
         "with training.bf16=false"
     )
 

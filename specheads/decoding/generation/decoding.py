@@ -113,5 +113,5 @@ def warn_of_slow_bfloat16(base: PreTrainedModel) -> None:
     if base.dtype == torch.bfloat16 and base.device.type == "cpu" and not bfloat16_is_fast(base.device):
         logger.warning_once(
             "the base is in bfloat16, for which this processor has no instructions: prompts, and passes that verify "
-            "drafts, take up to several times as long as in float32; load it with dtype=torch.float32"
+            "drafts without compile=True, take longer than in float32; load it with dtype=torch.float32"
         )

@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert, generate
 from specheads.decoding.planner import ChildLogits
@@ -160,34 +159,6 @@ def test_an_mtp_head_beside_gemma_4_needs_none_of_the_keys_that_layers_share():
     assert torch.equal(convert(base, "mtp").generate(**given, draft=True), base.generate(**given))
 
 
-def beam():
-    return build("BeamConfig", {"n_group": 1, "topk_group": 1})
-
-
-def moshi():
-    """Which AutoModelForCausalLM does not know."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 48}
-    return transformers.MoshiForCausalLM(transformers.MoshiConfig(**sizes)).eval()
-
-
-@pytest.mark.parametrize(
-    ("make", "why", "others"),
-    [
-        (beam, "layer 3 of beam .*'full_attention'.*'eagle3'.*sliding_attention", {"mtp": {"layer_indices": (0,)}}),
-        (moshi, "layer 3 of moshi does not work outside its model .*use_flexible_linear.*'eagle3'", {}),
-    ],
-)
-def test_a_base_whose_layers_need_their_model_has_no_mtp_head_and_is_told_what_to_take(make, why, others):
-    base = make()
-    with pytest.raises(UnsupportedModel, match=why) as refused:
-        convert(base, "mtp")
-    assert "\n" not in str(refused.value)
-    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
-    for kind, options in {"eagle3": {}, **others}.items():
-        assert torch.equal(convert(base, kind, **options).generate(**given, draft=True), base.generate(**given))
-
-
 def hidden_states(base, passes, layers):
     """(T, F) of the ids of all passes, each fed after the ones before."""
     cache, rows, start = None, [], 0
@@ -259,20 +230,6 @@ def test_eager_attention_matches_greedy(family):
     assert torch.equal(drafted, sequences)
 
 
-def test_a_base_with_several_streams_of_hidden_states_takes_copies_and_no_head():
-    base = build(
-        "Gemma3nTextConfig",
-        {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
-         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4,
-         "activation_sparsity_pattern": [0.0] * 6, "tie_word_embeddings": False},
-    )  # fmt: skip
-    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(generate(base, **given, draft="lookup"), base.generate(**given))
-    for kind in ("medusa", "eagle3"):
-        with pytest.raises(UnsupportedModel, match=r"4 streams of hidden states \(AltUp\), and a head reads one"):
-            convert(base, kind)
-
-
 def test_a_base_with_fewer_hidden_states_than_its_config_has_layers_takes_every_head_but_mtp():
     """LongCat-Flash: what its config counts as two layers are the parts of one."""
     latent = {name: size for name, size in LATENT.items() if name.endswith(("_rank", "_dim"))}
@@ -292,61 +249,6 @@ def test_a_window_that_the_config_class_does_not_declare_is_kept():
     base = build("ModernBertDecoderConfig", {"local_attention": 16, "global_attn_every_n_layers": 2})
     given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(generate(base, **given, draft="lookup"), base.generate(**given))
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "reason"),
-    [
-        ("GPTNeoConfig", {"attention_types": [[["global", "local"], 2]]}, "masks by cache slot .*global, local"),
-        ("GPTNeoConfig", {"attention_types": [[["global"], 4]]}, "masks by cache slot"),
-        ("BloomConfig", {}, "takes no position_ids"),
-        ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "takes no position_ids"),
-        ("FalconConfig", {"alibi": True}, "alibi=True"),
-        ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1}, "takes no position_ids"),
-        ("RwkvConfig", {}, "takes no position_ids"),
-        ("xLSTMConfig", {"num_heads": 2}, "takes no position_ids"),
-        ("MiniMaxConfig", {}, "not in transformers' own cache: MiniMax uses cache of its own"),
-        ("RecurrentGemmaConfig", {}, "keeps its recurrent state outside the cache"),
-        ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}, "ZayaCCA.* gives several tensors"),
-        ("DeepseekV4Config", {}, "compressed_sparse_attention, heavily_compressed_attention; only full"),
-        ("OpenAIGPTConfig", {}, "takes no cache"),
-        ("BertConfig", {}, "attends to later tokens too"),
-        ("DoryConfig", {"recurrent_kv_cache_mode": "last_loop"}, "'last_loop' reads the keys of its last loop"),
-        ("DeepseekV32Config", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
-        ("GlmMoeDsaConfig", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_unsupported_families_are_refused_with_the_reason(config, options, reason):
-    base = build(config, options)
-    with pytest.raises(UnsupportedModel, match=reason):
-        convert(base, "medusa")
-    with pytest.raises(UnsupportedModel, match=reason):
-        Target(base)
-
-
-def test_sliding_layers_without_a_window_are_refused():
-    base = build("ModernBertDecoderConfig", {"global_attn_every_n_layers": 2})
-    base.config.sliding_window = None
-    with pytest.raises(UnsupportedModel, match="layers of sliding attention, and its config no sliding_window"):
-        Target(base)
-
-
-def test_encoder_decoders_are_refused():
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    base = AutoModelForSeq2SeqLM.from_config(config)
-    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder model"):
-        convert(base, "medusa")
-
-
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
-def test_other_attention_kernels_are_refused_with_the_fix(attention):
-    base = build(*FAMILIES["Llama"])
-    model = convert(base, "medusa")
-    base.config._attn_implementation_internal = attention
-    assert base.config._attn_implementation == attention
-    with pytest.raises(UnsupportedModel, match=rf"not '{attention}'; call base\.set_attn_implementation\('sdpa'\)"):
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
 
 
 def test_a_window_the_model_does_not_look_through_is_ignored():
@@ -370,13 +272,6 @@ def test_trees_stay_inside_a_learned_position_table(name):
         **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
     )
     assert torch.equal(drafted, sequences)
-
-
-def test_scaling_by_cache_slot_is_refused_where_it_would_begin():
-    model = convert(build("Llama4TextConfig", {"intermediate_size_mlp": 48, "floor_scale": 32}), "medusa")
-    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=28).shape == (1, 31)
-    with pytest.raises(UnsupportedModel, match=r"by cache slot from 32 tokens on; prompt and new tokens come to 32"):
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=29)
 
 
 @pytest.mark.parametrize("layers", [(0, 2, 4), (4, 0), (1, 2)])
@@ -409,15 +304,3 @@ def test_head_of_another_dtype_generates_and_trains(kind, base_dtype, head_dtype
     optimizer.step()
     assert torch.isfinite(out.loss)
     assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("config", "options"), [("ModernBertDecoderConfig", {}), ("RobertaConfig", {"is_decoder": True})]
-)
-def test_eagle_is_refused_where_the_output_matrix_does_not_speak_alone(config, options):
-    """These transform the last hidden state before the output matrix, which EAGLE-1 drafts through; other heads do
-    not use it."""
-    base = build(config, options)
-    with pytest.raises(UnsupportedModel, match=r"between the last hidden state and the logits.*'eagle3' or 'medusa'"):
-        convert(base, "eagle")
-    assert convert(base, "eagle3").head.layers and convert(base, "medusa").head.layers

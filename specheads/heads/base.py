@@ -160,7 +160,7 @@ class DraftHead(nn.Module, Drafter, ABC):
 
     Config: ClassVar[type[HeadConfig]]
 
-    # Arguments of torch's checkpoint(), set by SpecModel.gradient_checkpointing_enable; None: keep activations.
+    # Arguments of torch's checkpoint(), set by SpecModel.activation_checkpointing_enable; None: keep activations.
     checkpointing: Mapping[str, Any] | None = None
     # Tokens of the longest training text, set by SpecModel; None if unknown, or if the head attends to no others.
     trained_length: int | None = None
@@ -170,7 +170,7 @@ class DraftHead(nn.Module, Drafter, ABC):
         self.config = config
 
     def maybe_checkpoint(self, function: Callable[..., T], *inputs: Any) -> T:
-        """function(*inputs); gradient checkpointing recomputes its activations in the backward pass."""
+        """function(*inputs); activation checkpointing recomputes its activations in the backward pass."""
         if self.checkpointing is None or not (self.training and torch.is_grad_enabled()):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, **self.checkpointing)

@@ -282,33 +282,40 @@ class SpecModel(PreTrainedModel):
             auto_drafter(self.base, self.head, costs)  # an error where there is no such file
         return self.head
 
-    def gradient_checkpointing_enable(  # type: ignore[override]
+    def activation_checkpointing_enable(
         self,
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
         """Recompute the activations of the head's blocks in the backward pass instead of storing them; the frozen base
-        stores none. gradient_checkpointing_kwargs: arguments of torch's checkpoint()."""
-        options = dict(gradient_checkpointing_kwargs or {})
+        stores none. activation_checkpointing_kwargs: arguments of torch's checkpoint()."""
+        options = dict(activation_checkpointing_kwargs or {})
         if options.pop("use_reentrant", False):
             raise ValueError("use_reentrant=true gives no gradients to blocks whose inputs are frozen; leave it out")
         if every_n_layers != 1 or offload:
             raise ValueError(f"every_n_layers={every_n_layers}, offload={offload}: heads recompute every block or none")
         if self.joint is not None:
             raise ValueError(
-                "gradient checkpointing covers the head alone, and a base with adapters stores more; turn it off"
+                "activation checkpointing covers the head alone, and a base with adapters stores more; turn it off"
             )
         self.head.checkpointing = options
 
-    def gradient_checkpointing_disable(self) -> None:
+    def activation_checkpointing_disable(self) -> None:
         self.head.checkpointing = None
 
     @property
-    def is_gradient_checkpointing(self) -> bool:
+    def is_activation_checkpointing(self) -> bool:
         return self.head.checkpointing is not None
 
-    is_activation_checkpointing = is_gradient_checkpointing
+    # The names before transformers 5.23.
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    gradient_checkpointing_disable = activation_checkpointing_disable
+    is_gradient_checkpointing = is_activation_checkpointing
 
     def save_pretrained(  # type: ignore[override]
         self,

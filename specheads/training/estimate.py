@@ -185,7 +185,7 @@ class _Sizes:
             )
             if recipe.training.get("muon")
             else 0,
-            recomputed=bool(recipe.training.get("gradient_checkpointing")),
+            recomputed=any(recipe.training.get(f"{kind}_checkpointing") for kind in ("activation", "gradient")),
             head=head,
             joint=model.joint is not None,
         )

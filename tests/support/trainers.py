@@ -1,5 +1,7 @@
 """Trainers of heads on a tiny base, their rows, and what they logged."""
 
+from dataclasses import fields
+
 import datasets
 import torch
 
@@ -14,6 +16,13 @@ OPTIONS = {
     "mtp": {"steps": 2},
     "parallel": {"block_size": 2, "markov_rank": 4, "anchors": 3, "confidence": True, "draft_vocab_size": 60},
 }  # fmt: skip
+
+# What transformers calls the recomputing of activations, since 5.23 and before.
+SWITCHES = [
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in {field.name for field in fields(SpecTrainingArguments)}
+]
 
 
 def model_of(kind="eagle3", seed=0, base=None, **options):

@@ -14,6 +14,7 @@ from specheads.training.estimate import GIB, PEAKS, estimate
 from specheads.training.recipe.recipe import read_recipe
 from tests.support.command_line import run
 from tests.support.paths import ROOT
+from tests.support.trainers import SWITCHES
 from tests.support.training_runs import overrides
 from tests.training.test_recipe import SHIPPED
 from train import heads
@@ -66,7 +67,8 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):
             estimate(recipe, device=name)
 
 
-def test_recomputed_activations_are_not_kept(material, tmp_path):
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_recomputed_activations_are_not_kept(switch, material, tmp_path):
     def activations(*more):
         recipe = read_recipe(
             ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "head.anchors=null", *more)
@@ -75,9 +77,9 @@ def test_recomputed_activations_are_not_kept(material, tmp_path):
 
     tokens, hidden, block, attention = 2 * 32, 32, 14 * 32 + 3 * 48, 6 * 4 * 32 * 32 * 2
     # Of two passes the inputs stay and one is whole; of the only later one the attention weights.
-    saved = activations() - activations("training.gradient_checkpointing=true")
+    saved = activations() - activations(f"training.{switch}=true")
     assert saved == pytest.approx(tokens * 4 * (2 * block - (block + 2 * 2 * hidden)))
-    three, less = activations("head.steps=3"), activations("head.steps=3", "training.gradient_checkpointing=true")
+    three, less = activations("head.steps=3"), activations("head.steps=3", f"training.{switch}=true")
     assert three - less == pytest.approx(tokens * 4 * (3 * block - (block + 3 * 2 * hidden)) + attention)
 
 

@@ -57,6 +57,13 @@ def made_once():
 
 
 @pytest.fixture(autouse=True)
+def same_environ(monkeypatch):
+    """datasets puts a copy in the place of os.environ when it maps in several processes, and rich goes on reading the
+    one that it was imported with."""
+    monkeypatch.setattr(os, "environ", os.environ)
+
+
+@pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch):
     """A run ends with a picture that takes longer than its steps here: drawn in tests marked draws."""
     if request.node.get_closest_marker("draws") is None:

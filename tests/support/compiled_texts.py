@@ -59,4 +59,4 @@ def layout(value):
     return value.dtype, tuple(value.shape), tuple(steps)
 
 
-with_layouts._tags = lookup_backend("eager")._tags
+vars(with_layouts).update(vars(lookup_backend("eager")))  # torch before 2.14 keeps what a backend is tagged with there

@@ -65,6 +65,13 @@ def bench(
         typer.Option(min=1, help="Prompts of a round: with refill a finished row takes the next (default: a batch)."),
     ] = None,
     temperature: Annotated[str, typer.Option(help="Sampling temperatures; 0 is greedy.")] = "0,0.8",
+    turns: Annotated[
+        str,
+        typer.Option(
+            help="What decoders take turns at: texts, or steps, for steadier ratios on a busy machine; each then finds "
+            "less in the processor's caches."
+        ),
+    ] = "texts",
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; each prompt batch counts with its median.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling, and of what is drawn.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run resumes from it.")] = Path(
@@ -81,9 +88,9 @@ def bench(
 ) -> None:
     """Measure decoders against one another: speed, accepted length, where the time goes, whether the text is the same.
 
-    All decoders run on the same prompts in one process, batch by batch in turn, after a warm-up. Each finished round
-    is saved in OUT/results.jsonl: after Ctrl-C the tables show what is done, and the same command resumes. OUT gets
-    bench.json with all samples, bench.md and bench.png.
+    All decoders run on the same prompts in one process, batch by batch in turn, after a warm-up; with --turns steps,
+    step by step. Each finished round is saved in OUT/results.jsonl: after Ctrl-C the tables show what is done, and the
+    same command resumes. OUT gets bench.json with all samples, bench.md and bench.png.
 
     \b
     Examples:
@@ -92,6 +99,7 @@ def bench(
       specheads bench -d eagle3 --tree chain:3 --tree chain:5 --tree static:16 --accept exact --accept typical
       specheads bench --compile -d plain -d lookup -d "eagle3 tree=chain:5"
       specheads bench -d eagle3 -d "eagle3 refill" --reference eagle3 --batch 8 --queue 64 --max-new-tokens 32-256
+      specheads bench --turns steps --reference plain -d plain -d "eagle3 auto" --batch 8 --temperature 0.8
       specheads bench --peer openvino=ov/bin/python -d openvino -d openvino:5:out/eagle3 -d eagle3
       specheads bench org/model -d transformers-assisted:org/small -d model:org/small --prompts question.jsonl
     """
@@ -116,7 +124,7 @@ def bench(
     texts = tuple(decoder or command.default_decoders(models, folder, peers))
     options = BenchOptions(
         tuple(expand(texts, tuple(tree or ()), tuple(accept or ()), compile=compile)), reference, sizes, temperatures,
-        most, repeats, seed, lowest, queue,
+        most, repeats, seed, lowest, queue, turns,
     )  # fmt: skip
     if prompts:
         wanted = [name.strip() for name in categories.split(",")] if categories else []

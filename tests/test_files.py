@@ -27,7 +27,8 @@ from tests.support.killable_fork import fork
 def write_comparison(folder, number):
     record = {
         "command": "", "environment": environment(), "peers": {}, "reference": "transformers", "dtype": "float32",
-        "max_new_tokens": number, "lowest_limit": None, "queue": None, "repeats": 1, "complete": True,
+        "max_new_tokens": number, "lowest_limit": None, "queue": None, "turns": "texts", "repeats": 1,
+        "complete": True,
         "floor": {"seconds": 1.0, "weight_bytes": 1, "bandwidth": 1.0},
         "prompt_sets": {}, "left_out": {}, "rows": [], "rounds": [],
     }  # fmt: skip

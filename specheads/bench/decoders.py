@@ -18,7 +18,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from specheads.bench.limits import cut, take_row_options
-from specheads.bench.runner import Decoder, Output, Stopwatch
+from specheads.bench.runner import Decoder, Output, Stopwatch, await_turn
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.generation.generate import generate
@@ -175,5 +175,9 @@ class PartTimer:
     def __call__(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self.steps += part == "other"  # with which each step of the loop begins
         self._last = now
+        if part == "other":  # with which each step of the loop begins
+            self.steps += 1
+            if (wait := await_turn.get()) is not None:
+                wait()
+                self._last = time.perf_counter()

@@ -155,6 +155,21 @@ def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, setup,
     assert outcome.complete and outcome.left_out == {}
 
 
+def test_rounds_of_steps_in_turn_are_those_of_texts(setup, tmp_path):
+    sets = [PromptSet("p", [[5, 6], [7, 8, 9]], [None, None])]
+    found = {}
+    for turns in ("texts", "steps"):
+        asked = run.BenchOptions(("plain", "eagle3"), "plain", (1, 2), (0.0, 1.0), 4, 1, turns=turns, seed=3)
+        found[turns] = run.run(asked, setup, sets, tmp_path, quiet).rounds
+    assert len(Results(tmp_path / RESULTS).rows) == 2 * len(found["texts"])  # each is measured for itself
+    for one, other in zip(*found.values(), strict=True):
+        for name in ("plain", "eagle3"):
+            mine, theirs = one["decoders"][name], other["decoders"][name]
+            assert mine["gains"] == theirs["gains"] and mine["differs_at"] == theirs["differs_at"]
+    with pytest.raises(ValueError, match="'words': expected texts or steps"):
+        run.BenchOptions(("plain",), turns="words")
+
+
 @pytest.mark.parametrize("dies_at", [9, 12, 14])
 def test_a_stopped_run_keeps_its_rounds_and_resumes_with_the_others(monkeypatch, setup, tmp_path, dies_at):
     log = []

@@ -146,7 +146,8 @@ def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
         f"{environment.line(record['environment'])}"
         + "".join(f", {name} {version}" for name, version in record["peers"].items()) + ".\n",
         f"{new_tokens(record)}, {record['dtype']}; of {record['repeats']} interleaved repeats each "
-        "prompt batch counts with its median.\n",
+        "prompt batch counts with its median."
+        + (" Decoders took turns at each step.\n" if record["turns"] == "steps" else "\n"),
         *(f"- {line}" for line in notes(record)), "", *(f"- {line}" for line in LEGEND), "",
     ]  # fmt: skip
     text += [f"![{name}]({name})\n" for name in pictures]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, dige
 from specheads.bench.figures.samples import Round, sample
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
-from specheads.bench.runner import Decoder, time_batch, turns
+from specheads.bench.runner import Decoder, TimedRun, time_batch, time_by_steps, turns
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.probs.randomness import row_seeds
@@ -28,6 +28,8 @@ from specheads.heads import DraftHead
 from specheads.models.costs import auto_drafter
 from specheads.options import OptionError, reason
 from specheads.terminal import Report
+
+TURNS = ("texts", "steps")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class BenchOptions:
 
     lowest_limit: each prompt has a limit of its own, drawn from here to max_new_tokens; None: the same for all. queue:
     prompts of a round, which a decoder that refills takes as rows become free, and the others batch by batch; None: one
-    batch."""
+    batch. turns: what decoders take turns at, `texts` or `steps` (see `time_by_steps`)."""
 
     decoders: tuple[str, ...]
     reference: str = "transformers"
@@ -48,8 +50,11 @@ class BenchOptions:
     seed: int = 0
     lowest_limit: int | None = None
     queue: int | None = None
+    turns: str = "texts"
 
     def __post_init__(self) -> None:
+        if self.turns not in TURNS:
+            raise OptionError(f"{{turns}}: expected {' or '.join(TURNS)}", turns=self.turns)
         if self.reference not in self.decoders:
             object.__setattr__(self, "decoders", (self.reference, *self.decoders))
         for name, least in (("batch", 1), ("temperature", 0)):
@@ -131,7 +136,8 @@ def identity(options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderS
     return digest(
         identify_base(base), options.decoders, options.reference,
         [identify_drafter(drafter, base.device.type) for drafter in drafters], options.max_new_tokens,
-        options.lowest_limit, options.queue, options.seed, identify_machine(base.device), _source_digest(),
+        options.lowest_limit, options.queue, options.turns, options.seed, identify_machine(base.device),
+        _source_digest(),
         {name: [peer.command[0], peer.ask("versions")] for name, peer in setup.peers.items()},
     )  # fmt: skip
 
@@ -246,13 +252,14 @@ class _CellRun:
         self._decoders.pop(name, None)
 
     def _measure(self, repeat: int, index: int, order: Sequence[str], tell: Callable[[str], None]) -> Round:
-        batch, runs = self.batches[index], {}
-        for name in order:
-            tell(name)
-            try:
-                runs[name] = time_batch(self._decoders[name], batch)
-            except (PeerError, RuntimeError) as error:
-                self._leave_out(name, error)
+        runs: dict[str, TimedRun] = {}
+        for name, run in self._run_in_turn(self.batches[index], order, tell):
+            if isinstance(run, PeerError | RuntimeError):
+                self._leave_out(name, run)
+            elif isinstance(run, BaseException):
+                raise run
+            else:
+                runs[name] = run
         reference = None if self.cell.temperature else runs[self.options.reference]
         first = index * self.queue
         return {
@@ -262,3 +269,17 @@ class _CellRun:
             "decoders": {name: sample(runs[name], reference) for name in self.specs if name in runs},
             "left_out": dict(self.left_out),
         }  # fmt: skip
+
+    def _run_in_turn(
+        self, batch: dict[str, Any], order: Sequence[str], tell: Callable[[str], None]
+    ) -> Iterator[tuple[str, TimedRun | BaseException]]:
+        if self.options.turns == "steps":
+            tell("all decoders, step by step")
+            yield from time_by_steps({name: self._decoders[name] for name in order}, batch).items()
+            return
+        for name in order:
+            tell(name)
+            try:
+                yield name, time_batch(self._decoders[name], batch)
+            except (PeerError, RuntimeError) as error:
+                yield name, error

@@ -94,7 +94,7 @@ def bench(
     record = {
         "command": command, "environment": where, "peers": versions, "reference": options.reference,
         "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": options.max_new_tokens,
-        "lowest_limit": options.lowest_limit, "queue": options.queue,
+        "lowest_limit": options.lowest_limit, "queue": options.queue, "turns": options.turns,
         "repeats": options.repeats, "seed": options.seed, "floor": floor.to_dict(), "complete": outcome.complete,
         "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
         "left_out": outcome.left_out,

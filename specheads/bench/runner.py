@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,7 @@ def race(
             report(done / rounds, f"warming up: {name}")
         decoders[name](batches[0], None)
         done += 1
+    freeze_heap()
     began, note = clock(), "done"
     for turn in turns(names, len(batches), repeats):
         if budget is not None and _overruns(clock() - began, turn, budget):
@@ -140,6 +142,13 @@ def race(
     if report:
         report(1.0, note)
     return Race({name: [repeat for repeat in repeated if repeat] for name, repeated in runs.items()})
+
+
+def freeze_heap() -> None:
+    """What the warm-ups have left is not looked through for garbage again: after compiling that takes up to seconds,
+    which would count as the time of whichever decoder runs then."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, dige
 from specheads.bench.figures.samples import Round, sample
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
-from specheads.bench.runner import Decoder, TimedRun, time_batch, time_by_steps, turns
+from specheads.bench.runner import Decoder, TimedRun, freeze_heap, time_batch, time_by_steps, turns
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.probs.randomness import row_seeds
@@ -238,6 +238,7 @@ class _CellRun:
                 self._leave_out(name, error)
             else:
                 self._decoders[name] = decoder
+        freeze_heap()
 
     def _leave_out(self, name: str, error: Exception) -> None:
         """It runs no further in this cell. Without the reference there is nothing to compare with: that is an error."""

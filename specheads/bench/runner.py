@@ -147,6 +147,7 @@ def race(
 def freeze_heap() -> None:
     """What the warm-ups have left is not looked through for garbage again: after compiling that takes up to seconds,
     which would count as the time of whichever decoder runs then."""
+    gc.unfreeze()  # what those of another cell left, and nobody needs any more
     gc.collect()
     gc.freeze()
 

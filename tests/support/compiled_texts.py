@@ -59,4 +59,4 @@ def layout(value):
     return value.dtype, tuple(value.shape), tuple(steps)
 
 
-vars(with_layouts).update(vars(lookup_backend("eager")))  # torch before 2.14 keeps what a backend is tagged with there
+vars(with_layouts).update(vars(lookup_backend("eager")))  # torch 2.13 keeps a backend's tags there, 2.15 not

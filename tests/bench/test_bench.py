@@ -11,7 +11,7 @@ from specheads.bench import decoders, environment, report
 from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.queues import batch_by_batch, split
-from specheads.bench.runner import Output, await_turn, race, time_batch, time_by_steps, turns
+from specheads.bench.runner import Output, race, time_batch, turns
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
 from specheads.models.convert import convert
@@ -91,64 +91,6 @@ def test_decoders_take_turns_at_every_prompt_and_none_always_follows_the_same():
     after = Counter(pairwise(log[3:]))
     assert all(after[before, name] >= 15 for before, name in permutations("abc", 2))  # of some 25
     assert list(turns("abc", 9, 2)) == list(turns("abc", 9, 2))
-
-
-def stepping(clock, name, seconds, log, fails=False):
-    """A decoder that gives one token a step and says when each begins."""
-
-    def decode(batch, watch):
-        watch.put(batch["input_ids"])
-        for number, took in enumerate(seconds):
-            await_turn.get()()
-            if fails and number:
-                raise ValueError(f"{name} failed")
-            log.append(name)
-            clock.now += took
-            watch.put(torch.tensor([number]))
-        return Output([list(range(len(seconds)))])
-
-    return decode
-
-
-def test_decoders_that_take_turns_at_steps_count_their_own_time_alone():
-    clock, log = Clock(), []
-    own = {"a": [1.0, 2.0, 3.0, 4.0], "b": [10.0, 20.0], "c": [100.0, 200.0, 300.0]}
-    racers = {name: stepping(clock, name, seconds, log) for name, seconds in own.items()}
-    found = time_by_steps({**racers, "whole": scripted(clock, [7.0], tokens=(5, 6))}, PROMPT, clock)
-    for name, seconds in own.items():
-        assert found[name].seconds == pytest.approx(sum(seconds))
-        assert found[name].steps == tuple((1, pytest.approx(took)) for took in seconds)
-    assert found["whole"].seconds == pytest.approx(7.0) and found["whole"].output.tokens == [[5, 6]]
-    assert [sorted(log[:3]), sorted(log[3:6]), sorted(log[6:8]), log[8:]] == [[*"abc"], [*"abc"], [*"ac"], ["a"]]
-    assert await_turn.get() is None
-
-
-def test_a_decoder_that_fails_between_steps_leaves_the_others_their_turns():
-    clock, log = Clock(), []
-    racers = {name: stepping(clock, name, [1.0, 2.0], log, fails=name == "b") for name in "abc"}
-    found = time_by_steps(racers, PROMPT, clock)
-    assert str(found["b"]) == "b failed" and sorted(log) == [*"aabcc"]
-    assert found["a"].seconds == found["c"].seconds == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_steps_in_turn_give_the_texts_of_whole_texts_in_turn(base, rows):
-    model = convert(base, "medusa", num_heads=2)
-    batch = {"input_ids": torch.tensor([[1, 5, 9, 11]] * rows), "attention_mask": torch.ones(rows, 4)}
-    racers = {
-        "transformers": decoders.transformers_generate(base, 12),
-        "plain": decoders.specheads_generate(base, 12),
-        "head": decoders.specheads_generate(model, 12),
-    }
-    orders = []
-    racers["seen"] = lambda batch, watch: orders.append(await_turn.get()) or Output([[0]])
-    for name, run in time_by_steps(racers, batch).items():
-        if name == "seen":
-            continue
-        alone = time_batch(racers[name], batch).output
-        assert run.output.tokens == alone.tokens and run.output.gains == alone.gains
-        assert sum(run.output.parts.values()) <= run.seconds and (name == "transformers" or run.output.parts["verify"])
-    assert callable(orders[0])
 
 
 def test_no_repeat_begins_that_would_overrun_the_budget():

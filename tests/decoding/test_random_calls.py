@@ -18,12 +18,12 @@ OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logit
 def test_random_options_leave_the_text(seed):
     call = draw(seed)
     base, options = base_named(call.base), call.options
-    if options["do_sample"]:
-        expected = specheads.generate(base, **call.inputs, **options, **OUTPUTS)
-    else:
+    expected = None
+    if not options["do_sample"]:
         expected = base.generate(**call.inputs, **options, **OUTPUTS)
-        if any(bool(logits.isnan().any()) for logits in expected.logits):
-            pytest.skip(f"transformers' own {call.base} gives NaN for rows with much padding in float64")
+    # In float64 transformers' own Gemma-2 gives NaN for rows with much padding.
+    if expected is None or any(bool(logits.isnan().any()) for logits in expected.logits):
+        expected = specheads.generate(base, **call.inputs, **options, **OUTPUTS)
     blank = call.inputs["attention_mask"].logical_not().sum(1).tolist()
     texts = [row[start:].tolist() for row, start in zip(expected.sequences, blank, strict=True)]
     drafted = {"draft": call.drafter(texts), "tree": call.tree, "accept": call.accept, "compile": call.compile}

@@ -23,7 +23,6 @@ from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
 from specheads.decoding.planner.by_cost.shapes import CHAINS, COMPILED_SIZES, LARGEST, Menu, Shape, make_menu
 from specheads.decoding.planner.by_cost.step_planner import (
-    NO_COPY,
     TREE_DEPTH,
     TREE_WIDTH,
     StepPlanner,
@@ -133,8 +132,8 @@ class AutoDrafter(Drafter):
 class _Run:
     """What AutoDrafter knows of the texts of one call of decode(), and how it drafts what `planner` chooses.
 
-    choice: of the step for which the texts have `lengths`, and `copies` were found, as in `StepState`. unread: what the
-    head, which is None if no shape of it can pay, has not read.
+    choice: of the step for which the texts have `lengths`; it was planned when they had the lengths `planned`. copies:
+    those found then, as in `StepState`. unread: what the head, which is None if no shape of it can pay, has not read.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -149,6 +148,7 @@ class _Run:
         self.unread = UnreadPositions()
         self.slots = max(menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else TREE_WIDTH * TREE_DEPTH)
         self.lengths: list[int] = []
+        self.planned: list[int] = []
         self.copies: list[tuple[int, list[int]]] = []
         self.choice: Choice | None = None
 
@@ -181,7 +181,7 @@ class _Run:
         self.planner.forget(rows)
         self.choice = None
         for row, history in zip(rows, prompts.history, strict=True):
-            self.lengths[row] = len(history) - 1
+            self.planned[row] = len(history) - 1
             context.memory["texts"][row] = ""
         if self.head is not None:
             self.unread.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
@@ -191,22 +191,23 @@ class _Run:
         lengths = [len(row) for row in context.history]
         if self.choice is not None and lengths == self.lengths:
             return self.choice
-        if self.lengths:
-            gained = [row[before:] for row, before in zip(context.history, self.lengths, strict=True)]
-            self.planner.learn(gained, context.ranks)
+        self.lengths = lengths
         if self.head is not None:
             self.unread.add(context)
+        if self.choice is not None and self.planner.rests():
+            return self.choice
+        if self.planned:
+            gained = [row[before:] for row, before in zip(context.history, self.planned, strict=True)]
+            self.planner.learn(gained, context.ranks)
         state = self._state(context, plan)
-        self.lengths, self.copies, self.choice = lengths, state.copies, self.planner.choose(state)
+        self.planned, self.copies, self.choice = lengths, state.copies, self.planner.choose(state)
         return self.choice
 
     def _state(self, context: Context, plan: Plan) -> StepState:
         menu = self.planner.menu.within(plan.num_nodes, plan.depth)
-        copies = [NO_COPY] * self.rows
-        if not self.planner.rest:
-            copies = find_copies(context, min(menu.sizes[-1] - 1, plan.depth))
+        copies = find_copies(context, min(menu.sizes[-1] - 1, plan.depth))
         step = menu, copies, context.remaining, context.others_wait, context.bound
-        if self.head is None or not menu.shapes or self.planner.rest:
+        if self.head is None or not menu.shapes:
             return StepState(*step)
         has_read, unread = self.unread.has_read, self.unread.count(context)
         read = unread if has_read else 1

@@ -49,7 +49,7 @@ class StepPlanner:
     calibration, surplus: of cost-aware trees. choice: the last, made for `state`; worth: of that step's tokens; grown:
     its tree if that was cost-aware, with what a static one promised for its time. idle: steps since the head drafted.
     wanted: those before it read the prompt in which it promised the most, but for reading. fruitless: planned steps in
-    a row that drafted nothing. rest: how many steps are left unplanned now.
+    a row that drafted nothing. rest: how many steps are left unplanned now; rested: how many were since the last plan.
     """
 
     def __init__(self, costs: StepCosts, menu: Menu, assumed: Sequence[Sequence[float]], rows: int) -> None:
@@ -59,7 +59,7 @@ class StepPlanner:
         self.copied = [CopyEstimate() for _ in range(rows)]
         self.pace = [1.0] * rows
         self.calibration, self.surplus = Calibration(), Surplus()
-        self.idle = self.wanted = self.fruitless = self.rest = 0
+        self.idle = self.wanted = self.fruitless = self.rest = self.rested = 0
         self.state: StepState | None = None
         self.choice: Choice | None = None
         self.grown: tuple[CostAwareTree, float] | None = None
@@ -68,17 +68,21 @@ class StepPlanner:
     def _head_estimate(self) -> HeadEstimate:
         return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
 
+    def rests(self) -> bool:
+        """Is the next step left unplanned? It then drafts nothing, as the one before. Asked once a step."""
+        if not self.rest:
+            return False
+        self.rest -= 1
+        self.rested += 1
+        self.idle += 1
+        return True
+
     def choose(self, state: StepState) -> Choice:
-        """The draft of the next step. Where `rest` is above 0, nothing is drafted whatever the state says."""
+        """The draft of the next step, unless it `rests`."""
         self.state, self.grown = state, None
-        if self.rest:
-            self.rest -= 1
-            running = sum(left > 0 for left in state.remaining)
-            self.choice = Choice(None, 1, (False,) * self.rows, float(running), 1.0)
-        else:
-            self.choice = self._best(state)
-            self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
-            self.rest = min(max(0, self.fruitless - REST_AFTER + 1), MOST_REST)
+        self.choice = self._best(state)
+        self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
+        self.rest = min(max(0, self.fruitless - REST_AFTER + 1), MOST_REST)
         if self.choice.shape is None:
             self.idle += 1
         else:
@@ -142,18 +146,19 @@ class StepPlanner:
         self.grown = tree, self.choice.rate * tree.time(nodes, tree.levels)
 
     def learn(self, gained: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> None:
-        """Compare the last drafts with the text that followed. gained: by row, its tokens; ranks: of the accepted
-        drafts among their siblings."""
+        """Compare the last planned drafts with the text that followed. gained: by row, its tokens since then; ranks: of
+        the accepted drafts among their siblings."""
         if self.state is None:
             return
+        steps, self.rested = self.rested + 1, 0
         for b, tokens in enumerate(gained):
             match, copy = self.state.copies[b]
             for i, (copied, token) in enumerate(zip(copy, tokens, strict=False)):
                 self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
-            if tokens:
-                self.pace[b] += PACE * (len(tokens) - self.pace[b])
+            if tokens:  # in steps that were left unplanned each row that ran gained one
+                self.pace[b] += (1 - (1 - PACE) ** steps) * (max(1.0, len(tokens) / steps) - self.pace[b])
         if self.grown is not None:
             tree, expected = self.grown
             learn_grown(self.heads, self.calibration, tree, gained)

@@ -7,7 +7,7 @@ from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
 from specheads.models.convert import convert
 from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
-from tests.support.tiny_models import tiny_llama
+from tests.support.tiny_models import gpt2, tiny_llama
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -20,6 +20,14 @@ def test_the_base_stays_frozen_and_in_evaluation_mode(kind):
     model.train()(**Collator(0)(rows(9))).loss.backward()
     assert all(p.grad is None and not p.requires_grad for p in model.base.parameters())
     assert all(p.grad is not None for p in model.head.parameters())
+
+
+def test_the_layers_of_an_mtp_head_are_trained_without_the_dropout_of_the_bases_config():
+    base, batch = gpt2(), Collator(0)(rows(9, 7))
+    assert base.config.resid_pdrop > 0 and base.config.attn_pdrop > 0
+    model = convert(base, "mtp")
+    losses = [float(model.train(mode)(**batch).loss.detach()) for mode in (True, True, False)]
+    assert losses == [losses[0]] * 3
 
 
 @pytest.mark.sampled(2)

@@ -46,9 +46,15 @@ class MtpModule(nn.Module):
         self.enorm, self.hnorm = target.norm(), target.norm()
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         first = index * len(config.layer_indices)
-        self.layers = nn.ModuleList(target.layer(i, first + j) for j, i in enumerate(config.layer_indices))
+        self.layers = nn.ModuleList(target.layer(i, first + j) for j, i in enumerate(config.layer_indices)).eval()
         self.norm = target.norm() if config.final_norm else nn.Identity()
         self.calls = [LayerCall(layer) for layer in self.layers]
+
+    def train(self, mode: bool = True) -> MtpModule:
+        """The layers are trained as they draft: without dropout, which the target's config may have."""
+        super().train(mode)
+        self.layers.eval()
+        return self
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, mask: Tensor | None, position: Tensor, rotary: Any, cache: Any

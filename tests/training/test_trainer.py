@@ -325,6 +325,16 @@ def test_rows_that_make_no_whole_batch_are_refused_where_others_are_dropped(tmp_
         trainer_of(tmp_path, data=rows(11), **options).train()
 
 
+def test_evaluations_have_all_rows_where_training_drops_the_last_batch(tmp_path):
+    options = {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "per_device_eval_batch_size": 4}
+    dropping = trainer_of(tmp_path, evaluation=rows(6, 1), **options, max_steps=5)
+    figures = dropping.evaluate()
+    assert figures["eval_loss"] == pytest.approx(float(dropping.model(**Collator(0)(rows(6, 1))).loss), rel=1e-4)
+    assert "eval_loss" in dropping.evaluate(rows(3, 1))
+    dropping.train()
+    assert dropping.state.epoch == pytest.approx(2.5)  # two steps of five an epoch, of twelve rows
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match="SpecTrainer trains a SpecModel, not LlamaForCausalLM"):
         trainer_of(tmp_path, tiny_llama(num_hidden_layers=3))

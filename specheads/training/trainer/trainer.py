@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
@@ -113,6 +114,14 @@ class SpecTrainer(ResumableTrainer):
             return sampler
         assert self.args.data_seed is not None
         return SeededLengthGroups(sampler.batch_size, sampler.lengths, self.args.data_seed)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        """Of all rows: transformers (5.23) leaves out the last batch where dataloader_drop_last is true."""
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         state = self.accelerator.gradient_state

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
@@ -34,6 +34,7 @@ from specheads.training.resume import refuse_head_alone
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 from specheads.training.trainer.resumable import ResumableTrainer
 from specheads.training.trainer.sampler import SeededLengthGroups
+from specheads.training.trainer.stream import EndlessRows
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +115,16 @@ class SpecTrainer(ResumableTrainer):
             return sampler
         assert self.args.data_seed is not None
         return SeededLengthGroups(sampler.batch_size, sampler.lengths, self.args.data_seed)
+
+    def get_train_dataloader(self) -> DataLoader:
+        rows = self.train_dataset
+        if not isinstance(rows, IterableDataset) or hasattr(rows, "__len__"):
+            return super().get_train_dataloader()
+        self.train_dataset = EndlessRows(rows)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset = rows
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """Of all rows: transformers (5.23) leaves out the last batch where dataloader_drop_last is true."""

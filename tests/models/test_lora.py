@@ -219,8 +219,13 @@ def test_options_that_cannot_be_kept_are_refused(tmp_path):
     assert JointConfig.of(
         LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     ) == (JointConfig(4, 8, 0.0, ("q_proj", "v_proj")))
-    with pytest.raises(ValueError, match="sets use_dora"):
-        JointConfig.of(LoraConfig(use_dora=True, task_type="CAUSAL_LM"))
+    assert JointConfig.of(LoraConfig(r=4, lora_alpha=8)) == JointConfig(4, 8, 0.0)  # a task need not be named
+    for other, name in (
+        ({"use_dora": True, "task_type": "CAUSAL_LM"}, "use_dora"),
+        ({"task_type": "SEQ_CLS"}, "task_type"),
+    ):
+        with pytest.raises(ValueError, match=f"sets {name}, which"):
+            JointConfig.of(LoraConfig(**other))
     for wrong in (
         {"r": 0},
         {"rr": 3},

@@ -86,7 +86,7 @@ class JointConfig:
                 "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
             )  # fmt: skip
             kept, every = config.lora_config().to_dict(), options.to_dict()
-            every["target_modules"] = kept["target_modules"]
+            every |= {"target_modules": kept["target_modules"], "task_type": every["task_type"] or kept["task_type"]}
             if other := sorted(name for name, value in every.items() if kept.get(name) != value):
                 raise ValueError(
                     f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not store; only r, "

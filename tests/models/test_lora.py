@@ -22,6 +22,8 @@ from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
 from tests.reference import slow_heads
 from tests.reference.slow_heads import DEFAULTS, SLOW, rows
+from tests.support.families import FAMILIES, build
+from tests.support.heads_on_disk import IDS
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama
 from tests.support.training_runs import overrides
@@ -175,7 +177,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     mine = tiny_llama(num_hidden_layers=2).double()
     with pytest.raises(CheckpointError, match="adapters do not fit the base"):
         SpecModel.from_pretrained(tmp_path / "head", base=mine)
-    assert not adapters(mine), "a base that is refused is left as it was"
+    plain = tiny_llama(num_hidden_layers=2)
+    assert mine.state_dict().keys() == plain.state_dict().keys(), "a base that is refused is left as it was"
     with pytest.raises(CheckpointError, match="does not hold the adapters"):
         model.save_pretrained(
             tmp_path / "x", state_dict={n: t for n, t in model.state_dict().items() if "lora" not in n}
@@ -213,6 +216,19 @@ def test_medusa_2_recipe_trains_and_keeps_near_the_base(material, tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["parity_measured"] == results["parity_simulated"] and results["eval_base"] >= 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["joint"]["r"] == 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])  # peft itself refuses the latter, with half of the adapters in place
+def test_adapters_of_experts_are_refused_before_anything_is_trained(dropout, tmp_path):
+    """They were trained and saved, and could not be loaded."""
+    base = build(*FAMILIES["Qwen3-MoE"])
+    names, logits = base.state_dict().keys(), base(input_ids=IDS).logits
+    with pytest.raises(ValueError, match=r"'all-linear' adapts the experts of Qwen3MoeForCausalLM.* \[q_proj, "):
+        convert(base, "medusa", lora={"r": 2, "lora_dropout": dropout})
+    assert base.state_dict().keys() == names and torch.equal(base(input_ids=IDS).logits, logits)
+    named = {"r": 2, "lora_dropout": dropout, "target_modules": ["q_proj", "o_proj"]}
+    convert(base, "medusa", lora=named).save_pretrained(tmp_path)
+    assert SpecModel.from_pretrained(tmp_path, base=build(*FAMILIES["Qwen3-MoE"])).joint == JointConfig.of(named)
 
 
 def test_options_that_cannot_be_kept_are_refused(tmp_path):

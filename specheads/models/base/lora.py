@@ -127,22 +127,39 @@ def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
 
 def attach(base: PreTrainedModel, config: JointConfig) -> None:
     """Add float32 adapters to `base`, which change nothing yet. ValueError, leaving the base as it was, if it has
-    adapters already or none of the modules."""
+    adapters already, none of the modules, or experts among them."""
     if any(is_adapter(name) for name, _ in base.named_parameters()):
         raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
-    loaded = base._hf_peft_config_loaded
+    given = config.lora_config()
+    refused = ""
     try:
-        base.add_adapter(config.lora_config())
+        base.add_adapter(given)
     except ValueError as error:
-        base._hf_peft_config_loaded = loaded  # transformers sets it before it fails
-        raise ValueError(f"adapters cannot be added to the base: {reason(error)}") from error
+        refused = f"adapters cannot be added to the base: {reason(error)}"
+    # peft takes a name that earlier versions of a model gave to each expert for the matrix that now holds them all.
+    if given.target_parameters:
+        refused = (
+            f"lora.target_modules={shown(config.target_modules)} adapts the experts of {type(base).__name__}, and a "
+            "head checkpoint keeps adapters of linear layers alone; name those, [q_proj, k_proj, v_proj, o_proj] say"
+        )
+    if refused:
+        detach(base)
+        raise ValueError(refused)
     for parameter in adapters(base):
         parameter.data = parameter.data.float()
 
 
 def detach(base: PreTrainedModel) -> None:
-    """Remove the adapters that `attach` added."""
-    base.delete_adapter("default")
+    """Remove the adapters that `attach` added, or some of them where it failed."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in list(base.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, LoraLayer):
+                setattr(module, name, layer.get_base_layer())
+    others = getattr(base, "peft_config", {})
+    others.pop("default", None)
+    base._hf_peft_config_loaded = bool(others)
 
 
 def adapters(base: nn.Module) -> list[nn.Parameter]:

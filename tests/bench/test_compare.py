@@ -52,6 +52,8 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
         ("eagle3 accept=never", "never"),
         ("eagle3 trees=chain:5", "did you mean 'tree'"),
         ("eagle3 fast", "'fast' is none of tree=…, accept=…, compile, auto and refill"),
+        ("eagle3 compile=false", "'compile=false': compile takes no value"),  # it was compiled
+        ("eagle3 tree=chain:3 tree=chain:5", "given twice"),
         ("plain tree=chain:5", "plain drafts nothing"),
         ("eagle3 auto tree=chain:5", "auto chooses the tree"),
         ("transformer-static", "did you mean 'transformers-static'"),

@@ -138,7 +138,10 @@ def parse_decoder(text: str) -> DecoderSpec:
         raise ValueError(f"decoder {text!r} names nothing; give plain, what drafts, or one of {', '.join(DECODERS)}")
     name = first.partition(":")[0]
     try:
-        given = dict(_option(word) for word in rest)
+        options = [_option(word) for word in rest]
+        given = dict(options)
+        if len(given) < len(options):
+            raise ValueError("a word is given twice; name another decoder for the other value")
         if name in DECODERS:
             refuse_unknown(given, (), f"word after {name}")
             spec: DecoderSpec = DECODERS.build(first)
@@ -164,6 +167,8 @@ def _option(word: str) -> tuple[str, str]:
     if word in _SWITCHES:
         return word, ""
     key, equals, value = word.partition("=")
+    if key in _SWITCHES:
+        raise ValueError(f"{word!r}: {key} takes no value; write {key} to have it, and nothing to leave it out")
     if not equals or not value:
         raise ValueError(f"{word!r} is none of tree=…, accept=…, compile, auto and refill")
     return key, value

@@ -151,7 +151,7 @@ def calibrate(
         list[str],
         typer.Option(help="Rows to count ranks on, as for training: files or a hub id; best is the base's own text."),
     ],
-    num_nodes: Annotated[int, typer.Option(min=2, help="Nodes of the tree, including its root.")] = 16,
+    num_nodes: Annotated[int, typer.Option(min=2, max=1024, help="Nodes of the tree, including its root.")] = 16,
     max_depth: Annotated[int | None, typer.Option(min=1, help="Most tokens drafted in a row.")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Most rows to read, drawn at random.")] = 512,
     max_length: Annotated[int, typer.Option(min=4, help="Most tokens of a row.")] = 1024,

@@ -15,6 +15,7 @@ from torch import Tensor
 from specheads.data.batches import Collator
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
+from specheads.heads.limits import MOST_NODES
 from specheads.options import OptionError
 
 if TYPE_CHECKING:
@@ -55,11 +56,12 @@ def calibrate_tree(ranks: Tensor, num_nodes: int, max_depth: int | None = None) 
     """The static tree of `num_nodes`, including the root, with the most accepted tokens at these positions.
 
     A node's value is the share of positions whose true tokens have the ranks of its path. It is never above its
-    parent's, so the best nodes form a tree. Counts are joint: depths are not assumed to be independent. ValueError if
-    no draft was ever right. After Medusa, arXiv:2401.10774, which multiplies accuracies.
+    parent's, so the best nodes form a tree. Counts are joint: depths are not assumed to be independent. Ranks beyond
+    those that a head keeps in its default tree are left out. ValueError if no draft was ever right. After Medusa,
+    arXiv:2401.10774, which multiplies accuracies.
     """
-    if num_nodes < 2:
-        raise OptionError("{num_nodes} must be at least 2: the root and one draft", num_nodes=num_nodes)
+    if not 2 <= num_nodes <= MOST_NODES:
+        raise OptionError(f"{{num_nodes}} must be 2, the root and one draft, to {MOST_NODES}", num_nodes=num_nodes)
     best = sorted(_path_counts(ranks[:, :max_depth]).items(), key=lambda item: (-item[1], len(item[0]), item[0]))
     if not best:
         raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
@@ -80,7 +82,7 @@ def _path_counts(ranks: Tensor) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
     for row, times in Counter(map(tuple, ranks.tolist())).items():
         for depth, rank in enumerate(row, start=1):
-            if rank < 0:
+            if not 0 <= rank < MOST_NODES:
                 break
             counts[row[:depth]] += times
     return counts

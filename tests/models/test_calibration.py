@@ -51,8 +51,19 @@ def test_calibration_keeps_to_the_depth_asked_for_and_to_what_was_ever_right():
     assert calibrate_tree(ranks, 10, max_depth=2).choices == ((0,), (0, 0), (0, 1))
     with pytest.raises(ValueError, match="untrained"):
         calibrate_tree(torch.full((5, 3), -1), 4)
-    with pytest.raises(ValueError, match="num_nodes=1"):
-        calibrate_tree(ranks, 1)
+    for wrong in 1, 1025:
+        with pytest.raises(ValueError, match=f"num_nodes={wrong} must be 2"):
+            calibrate_tree(ranks, wrong)
+
+
+def test_ranks_that_no_saved_tree_may_have_are_left_out():
+    """Of a head that knows little and few rows; `calibrate --save` failed at its end."""
+    model = convert(tiny_llama(num_hidden_layers=2, vocab_size=2048), "medusa", num_heads=2)
+    ranks = torch.tensor([[1087, 0], [2, 1500], [1023, 3], [1087, 0]])
+    tree = calibrate_tree(ranks, 8)
+    assert tree.choices == ((2,), (1023,), (1023, 3))
+    model.set_default_tree(tree)
+    assert expected_length(tree, ranks) == 1 + 3 / 4
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3", "parallel"])

@@ -287,6 +287,25 @@ def test_a_model_whose_config_has_return_dict_false_is_refused_everywhere():
             call()
 
 
+@pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_a_model_without_a_language_model_head_is_refused_everywhere(loader, tmp_path):
+    convert(tiny_llama(), "medusa", num_heads=2).save_pretrained(tmp_path / "head")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    headless = getattr(transformers, loader).from_pretrained(tmp_path / "base")
+    calls = (
+        lambda: specheads.generate(headless, torch.tensor([[5]]), **OPTIONS),
+        lambda: specheads.load_head(headless, tmp_path / "head"),
+        lambda: DraftModel(headless),
+        lambda: convert(headless, "medusa"),
+        lambda: specheads.patch(headless),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedModel, match=r"has no language-model head; load it with AutoModelForCausalLM$"):
+            call()
+    with pytest.raises(UnsupportedModel, match="load it with AutoModelForSeq2SeqLM"):
+        DraftModel(transformers.T5Model(transformers.T5Config(vocab_size=V, d_model=8, d_ff=8, num_layers=1)))
+
+
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_prompt_learning_adapters_are_refused_everywhere(kind):
     """Their virtual tokens are outside the base, which would decode as if they were not there."""

@@ -69,6 +69,9 @@ def unwrapped(base: Any) -> PreTrainedModel:
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+    if base.get_output_embeddings() is None:
+        loader = "AutoModelForSeq2SeqLM" if base.config.is_encoder_decoder else "AutoModelForCausalLM"
+        raise UnsupportedModel(f"{type(base).__name__} has no language-model head; load it with {loader}")
     if False in (base.config.return_dict, text_config(base).return_dict):
         raise UnsupportedModel(
             f"the config of {type(base).__name__} has return_dict=False, with which most models fail in transformers' "
@@ -151,8 +154,6 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} with recurrent_kv_cache_mode={mode!r} reads the keys of its last loop past the cache's own update"
         )
-    if base.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
     if has_state(base) and not any(parameter.is_meta for parameter in base.parameters()):
         try:
             recurrent_modules(base)

@@ -85,8 +85,6 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} has experts of limited capacity: a token's probabilities depend on what is fed with it"
         )
-    if base.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForSeq2SeqLM")
 
 
 def make_target(

@@ -18,7 +18,7 @@ from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
 from specheads.models.config import SpecConfig
 from specheads.models.formats.export.exporting import engines_for
-from specheads.models.run_files import CURVES, RECIPE, history, results, run_of
+from specheads.models.run_files import CURVES, RECIPE, history, numbers, results, run_of
 from specheads.options import read_yaml
 from specheads.version import __version__
 
@@ -41,8 +41,8 @@ class TrainingRecord:
     def of_folder(cls, run: Path) -> TrainingRecord:
         """The record of the run in a folder."""
         recipe = (run / RECIPE).read_text("utf8") if (run / RECIPE).is_file() else None
-        found = results(run)
-        return cls(found, history(run), recipe, curves=(run / CURVES).is_file(), restored_step=found.get("head_step"))
+        found, logs = numbers(results(run)), [numbers(log) for log in history(run)]
+        return cls(found, logs, recipe, curves=(run / CURVES).is_file(), restored_step=found.get("head_step"))
 
 
 def card(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def results(run: Path) -> dict[str, Any]:
 def history(run: Path) -> list[dict[str, Any]]:
     """The log of a run, every step of it (some megabytes); [] if its folder has none."""
     return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
+
+
+def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the figures that are numbers: a file by a stranger, or by another program, may hold anything."""
+    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -88,6 +88,26 @@ def test_what_is_not_there_is_left_out(named):
     assert str(named.name_or_path) not in text and "no other program reads" in text
 
 
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"eval_accepted_length": None, "parity_measured": "3.2", "eval_accuracy_depth_1": []},
+        {"decoded": {"humaneval": 0.3}},
+        {"decoded": [3.2, {"accepted_length": 3.2}]},
+        {"decoded": [{"accepted_length": 3, "prompts": 4, "new_tokens": 8, "tree": "chain:3", "temperature": "low"}]},
+    ],
+)
+def test_figures_that_are_no_numbers_are_left_out_of_card_and_export(found, run, tmp_path):
+    """results.json is a name that other programs use too, and a head may come from a stranger."""
+    (run / "curves.png").unlink()
+    (run / "results.json").write_text(json.dumps(found))
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "eval_accepted_length": "?"}]}))
+    model = SpecModel.from_pretrained(run)
+    assert "## Measured" not in card(model.config, model.base, model.head)
+    readme = (model.export(tmp_path / "out", "vllm") / "README.md").read_text("utf8")
+    assert "Its accepted length was not recorded" in readme
+
+
 def test_a_recipe_as_yaml_is_the_same_recipe():
     recipe = Recipe.from_dict(RECIPE)
     again = Recipe.from_dict(yaml.safe_load(recipe.to_yaml()))

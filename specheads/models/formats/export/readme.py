@@ -10,6 +10,8 @@ from specheads.models.formats.format import Format
 from specheads.models.run_files import accepted_length, results
 from specheads.version import __version__
 
+_DECODED = {"temperature", "prompts", "new_tokens", "tree", "accepted_length"}
+
 
 def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: str, served: str) -> str:
     """Markdown for the directory of an export. checkpoint: the folder with the head and its run, if any; base: its
@@ -55,7 +57,10 @@ def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
         ("greedy", f"{decoded}, a chain of {depth}", found.get("parity_measured")),
         ("greedy", f"{decoded}, its default tree", found.get("parity_served")),
     ]
-    for run in found.get("decoded") or ():
+    recorded = found.get("decoded")
+    for run in recorded if isinstance(recorded, list) else ():
+        if not isinstance(run, dict) or not run.keys() >= _DECODED or not isinstance(run["temperature"], int | float):
+            continue  # of another program, or a later version
         temperature = run["temperature"]
         text = f"sampled, T = {temperature:g}" if temperature else "greedy"
         prompts = f"{run['prompts']} prompts of {run.get('set', 'held-out files')}"

@@ -78,7 +78,7 @@ def save(
         if missing := sorted(set(names) - set(tensors)):
             raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
     _refuse_other_models(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead to a folder that is not there yet
     written = config.to_diff_dict()
     written["head"] = head.to_dict()  # as it is in memory now
     written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)

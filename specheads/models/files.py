@@ -34,7 +34,7 @@ class CheckpointError(OptionError):
 
 def refuse_below_file(folder: Path) -> None:
     """CheckpointError for a folder that cannot be made, since a part of its path is a file."""
-    there = next(path for path in folder.absolute().parents if path.exists())
+    there = next((path for path in folder.absolute().parents if path.exists()), folder)  # "/" has no parents
     if not there.is_dir():
         raise CheckpointError(f"{there} is a file, and nothing can be written below it; give another folder")
 

@@ -46,6 +46,14 @@ def test_saving_makes_parent_folders_and_refuses_a_file(named, tmp_path):
         model.save_pretrained(tmp_path / "file")
 
 
+def test_a_head_is_saved_through_a_link_to_a_folder_that_is_not_there_yet(named, tmp_path):
+    model = trained(named, "medusa")
+    (tmp_path / "link").symlink_to(tmp_path / "scratch" / "head")
+    model.save_pretrained(tmp_path / "link")
+    assert {path.name for path in (tmp_path / "scratch" / "head").iterdir()} == FILES
+    assert same(load_head(named, tmp_path / "link"), model)
+
+
 def test_a_head_is_not_saved_over_a_model(named, tmp_path):
     named.save_pretrained(tmp_path)
     before = contents(tmp_path)

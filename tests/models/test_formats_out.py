@@ -53,3 +53,9 @@ def test_a_dtype_in_which_no_head_is_read_is_refused(base, tmp_path):
     assert not (tmp_path / "out").exists()
     model.export(tmp_path / "out", "vllm", dtype=torch.float16)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_the_topmost_folder_is_refused_like_any_other_that_holds_files(base):
+    """Where a container begins: `specheads export HEAD .` there ended in a StopIteration."""
+    with pytest.raises(CheckpointError, match="/ exists and is not an empty directory"):
+        made(base, "eagle3").export("/", "vllm")

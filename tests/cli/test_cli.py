@@ -116,6 +116,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ),
         ("sweep {tmp}/latin.txt", "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3"),
         ("generate {tmp}/none --prompt a", "{tmp}/none holds no config.json"),
+        ("generate '' --prompt a", "'', an empty name, holds no config.json"),
         ("train medusa --dry-run base={tmp}/none", "{tmp}/none holds no config.json"),
         ("tune {head} --output {tmp}/latin.txt/a.json", "{tmp}/latin.txt is a file, not a folder"),
         ("tune {head} --output {tmp}/none", "--output {tmp}/none is a folder: give a file"),

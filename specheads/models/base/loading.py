@@ -82,7 +82,8 @@ def refuse_without_config(name: str | os.PathLike[str]) -> None:
     """ValueError for a folder that holds neither a model's config nor an adapter's."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-        raise ValueError(f"{name} holds no config.json: give a folder that save_pretrained() wrote, or a hub id")
+        said = name or "'', an empty name,"  # of a shell's variable that is not set
+        raise ValueError(f"{said} holds no config.json: give a folder that save_pretrained() wrote, or a hub id")
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -209,7 +209,7 @@ class _Run:
         step = menu, copies, context.remaining, context.others_wait, context.bound
         if self.head is None or not menu.shapes:
             return StepState(*step)
-        has_read, unread = self.unread.has_read, self.unread.count(context)
+        has_read, unread = self.unread.has_read, self.unread.count
         read = unread if has_read else 1
         if self.compiled:
             read = max(read, self._read_width(context))
@@ -217,7 +217,7 @@ class _Run:
 
     def _read_width(self, context: Context) -> int:
         """How many columns a pass of a compiled step reads."""
-        unread = self.unread.count(context) if self.unread.has_read else 1  # prompts are read before
+        unread = self.unread.count if self.unread.has_read else 1  # prompts are read before
         return next((width for width in READ_WIDTHS if unread <= width), READ_WIDTHS[-1])
 
     def _propose_with_head(self, context: Context, sampler: Sampler, shape: Shape, choice: Choice) -> DraftTree:

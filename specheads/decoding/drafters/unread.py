@@ -5,8 +5,9 @@ Shapes: B batch rows, P new positions of a step, F features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,23 +20,35 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 
+class _Part(NamedTuple):
+    """What one step left: features (B, P, F), following (B, P) as in `Context`, and by row how many of the P count."""
+
+    features: Tensor
+    following: Tensor
+    counts: list[int]
+
+
 @dataclass
 class UnreadPositions:
     """The committed positions that one drafter has not read.
 
     memory: that drafter's own part of a context's. columns: of all steps held, padding included. read: how many
-    positions of each row the drafter has read.
+    positions of each row the drafter has read; known: and how many there were with the last step that was added.
     """
 
     memory: dict[str, Any] = field(default_factory=dict)
     columns: int = 0
     read: list[int] = field(default_factory=list)
-    _parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    _parts: list[_Part] = field(default_factory=list)
 
     def add(self, context: Context) -> None:
         """The positions of one step; every step must be added."""
-        self.read = self.read or [0] * len(context.history)
-        self._parts.append((context.features, context.following, context.new))
+        if not self.known:
+            self.read = self.known = [0] * len(context.history)
+        before, self.known = self.known, [len(row) - 1 for row in context.history]
+        counts = [now - then for now, then in zip(self.known, before, strict=True)]
+        self._parts.append(_Part(context.features, context.following, counts))
         self.columns += context.features.shape[1]
 
     @property
@@ -43,9 +56,10 @@ class UnreadPositions:
         """Has the drafter read the prompts?"""
         return any(self.read)
 
-    def count(self, context: Context) -> int:
+    @property
+    def count(self) -> int:
         """The most unread positions of a row."""
-        return max(len(row) - 1 - read for row, read in zip(context.history, self.read, strict=True))
+        return max(known - read for known, read in zip(self.known, self.read, strict=True))
 
     def propose(self, drafter: Drafter, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         """The drafter's tree, once it has read what it missed: in one pass, or, where rows differ, in passes of no more
@@ -73,52 +87,65 @@ class UnreadPositions:
         in one whatever it is. static: the last pass has as many columns, some of them perhaps without a position, and
         the prompts are read before it."""
         parts, self._parts, self.columns = self._parts, [], 0
-        unread = [len(row) - 1 - read for row, read in zip(context.history, self.read, strict=True)]
-        fresh, self.read = not self.has_read, [len(row) - 1 for row in context.history]
+        most, fresh, self.read = self.count, not self.has_read, self.known
         context = replace(context, memory=self.memory)
         if len(parts) == 1 and not static:
             return [context]
-        most = max(unread)
         if at_once is None or (fresh and not static):
             at_once = most
         elif not static:
             at_once = min(most, at_once)
-        if len(parts) == 1 and not fresh and parts[0][0].shape[1] <= at_once:
-            missing = at_once - parts[0][0].shape[1]
+        if len(parts) == 1 and not fresh and parts[0].features.shape[1] <= at_once:
+            missing = at_once - parts[0].features.shape[1]
             features, following = F.pad(context.features, (0, 0, 0, missing)), F.pad(context.following, (0, missing))
             return [replace(context, features=features, following=following)]
-        features, following = (torch.cat([part[i] for part in parts], 1) for i in (0, 1))
-        committed = torch.cat(
-            [torch.arange(part[0].shape[1], device=part[2].device) < part[2].unsqueeze(1) for part in parts], 1
-        )
-        order = committed.logical_not().to(torch.int8).argsort(dim=1, stable=True)  # (B, ΣP), a row's unread first
-        total, passes = torch.tensor(unread, device=order.device), []
         widths = [at_once] * -(-most // at_once)
         if fresh and static:
             widths = [max(1, most - at_once), at_once]
-        for i, width in enumerate(widths):
-            # Every row's newest position is in the last pass, from which the drafter drafts.
-            end = (total - sum(widths[i + 1 :])).clamp_min(0)
-            start = (end - width).clamp_min(0)
-            new = end - start
-            index = (start.unsqueeze(1) + torch.arange(width, device=order.device)).clamp(max=order.shape[1] - 1)
-            columns = order.gather(1, index)
-            passes.append(replace(
-                context, features=features.gather(1, columns.unsqueeze(-1).expand(-1, -1, features.shape[-1])),
-                following=following.gather(1, columns), new=new, last=(new - 1).clamp_min(0),
-            ))  # fmt: skip
-        return passes
+        features = torch.cat([part.features for part in parts], 1)
+        following = torch.cat([part.following for part in parts], 1)
+        context = replace(context, features=features, following=following)
+        columns, passes = _committed_columns(parts), []
+        for width in reversed(widths):  # every row's newest position is in the last pass, from which the drafter drafts
+            passes.append(_only_columns(context, [row[-width:] for row in columns], width))
+            columns = [row[:-width] for row in columns]
+        return passes[::-1]
 
     def refill(self, drafter: Drafter, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
         """`Drafter.refill`: these rows hold the prompts of another context, of which the next `add` brings the last
         position. The drafter reads the others now if it has read those before."""
-        index = prompts.new.new_tensor(rows)
-        self._parts = [(*held, new.index_fill(0, index, 0)) for *held, new in self._parts]  # type: ignore[misc]
+        index, batch = prompts.new.new_tensor(rows), len(self.known)
+        lengths = dict(zip(rows, (len(history) - 2 for history in prompts.history), strict=True))
+        for part in self._parts:
+            part.counts[:] = (0 if row in lengths else count for row, count in enumerate(part.counts))
+        self.known = [lengths.get(row, known) for row, known in enumerate(self.known)]
         if self.has_read:
             drafter.refill(replace(context, memory=self.memory), rows, prompts, plan)
-            for row, history in zip(rows, prompts.history, strict=True):
-                self.read[row] = len(history) - 2
+            self.read = [lengths.get(row, read) for row, read in enumerate(self.read)]
             return
-        held, batch = (prompts.features, prompts.following, prompts.new - 1), len(self.read)
-        self._parts.append(tuple(t.new_zeros(batch, *t.shape[1:]).index_copy(0, index, t) for t in held))  # type: ignore[arg-type]
+        features, following = (
+            values.new_zeros(batch, *values.shape[1:]).index_copy(0, index, values)
+            for values in (prompts.features, prompts.following)
+        )
+        self._parts.append(_Part(features, following, [lengths.get(row, 0) for row in range(batch)]))
         self.columns += prompts.features.shape[1]
+
+
+def _committed_columns(parts: Sequence[_Part]) -> list[list[int]]:
+    """By row, the columns that hold its positions where the parts are put side by side."""
+    columns: list[list[int]] = [[] for _ in parts[0].counts]
+    first = 0
+    for part in parts:
+        for row, count in zip(columns, part.counts, strict=True):
+            row += range(first, first + count)
+        first += part.features.shape[1]
+    return columns
+
+
+def _only_columns(context: Context, columns: Sequence[Sequence[int]], width: int) -> Context:
+    """The context with these columns of each row alone, filled up to `width`."""
+    index = context.following.new_tensor([[*row, *[0] * (width - len(row))] for row in columns])
+    features = context.features.gather(1, index.unsqueeze(-1).expand(-1, -1, context.features.shape[-1]))
+    new = index.new_tensor([len(row) for row in columns])
+    last, following = (new - 1).clamp_min(0), context.following.gather(1, index)
+    return replace(context, features=features, following=following, new=new, last=last)

@@ -180,6 +180,18 @@ def test_time_is_split_into_shares_of_the_whole_and_a_step_leaves_the_prefill_ou
     assert found["shares"]["step"] == 0.7 and found["step_seconds"] == 4 and found["verify_seconds"] is None
 
 
+def test_a_step_is_one_of_a_whole_batch_and_not_of_the_fewer_rows_that_are_left():
+    parts = {"verify": 6.0}
+    whole = [one_sample(seconds, [[1, 1, 1]] * 4, parts=parts, prefill=2.0) for seconds in (10.0, 14.0)]
+    rest = [one_sample(4.0, [[1, 1, 1]], parts={"verify": 1.0}, prefill=2.0)] * 2
+    found = samples.time_split([*whole, *rest])
+    assert found["step_seconds"] == 5 and found["verify_seconds"] == 3
+    # transformers reports its steps where there is one row alone
+    unknown = {**one_sample(9.0, []), "tokens": [3] * 4}
+    found = samples.time_split([unknown, one_sample(3.0, [[1, 1, 1]], prefill=1.0)])
+    assert found["step_seconds"] is None
+
+
 def test_a_sample_keeps_what_figures_need_and_compares_texts():
     output = Output([[5, 6, 7]], {"gained": 2, "rows_stepped": 1}, [[1, 2]], {"prefill": 0.5, "verify": 1.0})
     kept = samples.sample(TimedRun(output, 2.0), TimedRun(Output([[5, 9, 7]]), 1.0))

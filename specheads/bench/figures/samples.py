@@ -156,17 +156,19 @@ def text_work(batches: dict[int, list[Sample]], kind: str) -> list[float]:
 
 
 def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Shares of the seconds by part, None if the decoder does not report them; and the median seconds of a step and of
-    its verification, None where they are unknown."""
+    """Shares of the seconds by part, None if the decoder does not report them; and the median seconds of a step of a
+    whole batch and of its verification, None where they are unknown."""
     seconds = sum(s["seconds"] for s in samples)
     shares = None
     if all(s["parts"] for s in samples):
         shares = {part: sum(s["parts"].get(part, 0.0) for s in samples) / seconds for part in samples[0]["parts"]}
         shares = {"prefill": sum(s["prefill"] or 0.0 for s in samples) / seconds, **shares}
-    steps = [s.get("steps") or max((len(row) - 1 for row in s["gains"]), default=0) for s in samples]
+    rows = max(len(s["tokens"]) for s in samples)
+    whole = [s for s in samples if len(s["tokens"]) == rows]  # the last batch may have fewer rows, and faster steps
+    steps = [s.get("steps") or max((len(row) - 1 for row in s["gains"]), default=0) for s in whole]
     known = [
         ((s["seconds"] - s["prefill"]) / n, s["parts"].get("verify", 0.0) / n)
-        for s, n in zip(samples, steps, strict=True)
+        for s, n in zip(whole, steps, strict=True)
         if n and s["prefill"] is not None
     ]
     apart = shares is not None and shares.get("step", 0.0) < 0.01  # else the verification is inside a compiled step

@@ -306,7 +306,9 @@ class _Loop:
         """The Step for the caller: what was gained up to where each row stops. Scores and divergences, where they are
         wanted, are those of the verdict."""
         tokens = self.apply_stop(gain.tokens)
-        accepted = [min(max(0, len(row) - 1), len(kept)) for row, kept in zip(gain.tokens, tokens, strict=True)]
+        # The last token a row may gain is the target's own, also where the other rows made its draft as long.
+        most = [max(0, min(len(row), room) - 1) for row, room in zip(gain.tokens, schedule.remaining, strict=True)]
+        accepted = [min(count, len(kept)) for count, kept in zip(most, tokens, strict=True)]
         ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
         drafted = [n if active else 0 for n, active in zip(gain.drafted, schedule.active, strict=True)]
         scores: list[list[tuple[Tensor, Tensor]]] = []

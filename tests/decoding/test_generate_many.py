@@ -260,8 +260,9 @@ def test_results_come_as_they_finish_and_prompts_are_read_as_rows_become_free():
     assert reported[-1] == (len(PROMPTS), len(PROMPTS))
 
 
-def test_statistics_are_those_of_the_prompt_alone():
-    options = {**GREEDY, "draft": small(), "tree": chain(3)}
+@pytest.mark.parametrize("drafter", [small(), DraftModel(BASE)], ids=["a draft model", "one that is always right"])
+def test_statistics_are_those_of_the_prompt_alone(drafter):
+    options = {**GREEDY, "draft": drafter, "tree": chain(3)}
     for one in generate_many(BASE, PROMPTS, batch_size=3, **options):
         out = specheads.generate(BASE, torch.tensor([one.prompt]), return_dict_in_generate=True, **options)
         wanted, found = out.statistics(), one.statistics()

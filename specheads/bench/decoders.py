@@ -128,8 +128,11 @@ def specheads_generate(
         given = {**options, "max_new_tokens": limit, "streamer": watch, "seed": seeds}
         out = call(**batch, return_dict_in_generate=True, **given)
         assert isinstance(out, SpecGenerateOutput | SpecSeq2SeqOutput) and out.steps is not None
-        gains = [[len(row) for row in rows if row] for rows in zip(*(step.tokens for step in out.steps), strict=True)]
-        return Output(new_tokens(base, batch, out.sequences), out.statistics() | counts(gains), gains)
+        numbers = range(len(batch["input_ids"]))
+        gains = [[len(step.tokens[row]) for step in out.steps if step.tokens[row]] for row in numbers]
+        accepted = [[step.accepted[row] for step in out.steps if step.tokens[row]] for row in numbers]
+        tokens = new_tokens(base, batch, out.sequences)
+        return Output(tokens, out.statistics() | counts(gains), gains, accepted=accepted)
 
     def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer, seeds: list[int] | None) -> Output:
         rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
@@ -137,7 +140,9 @@ def specheads_generate(
         given = {**options, "max_new_tokens": limits, "seed": seeds}
         results = call_many(prompts, batch_size=batch_size or len(prompts), **given)
         gains = [[len(step.tokens[0]) for step in one.steps] for one in results]
-        return Output([one.tokens for one in results], {"steps": parts.steps} | counts(gains), gains)
+        accepted = [[step.accepted[0] for step in one.steps] for one in results]
+        tokens = [one.tokens for one in results]
+        return Output(tokens, {"steps": parts.steps} | counts(gains), gains, accepted=accepted)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         inputs, limits, seeds = take_row_options(batch, max_new_tokens)

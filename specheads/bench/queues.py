@@ -41,4 +41,5 @@ def join_outputs(outputs: Sequence[Output]) -> Output:
         [row for output in outputs for row in output.gains] if all(output.gains for output in outputs) else [],
         {part: sum(output.parts.get(part, 0.0) for output in outputs) for part in outputs[0].parts},
         sum(seconds) if len(seconds) == len(outputs) else None,
+        [row for output in outputs for row in output.accepted] if all(output.accepted for output in outputs) else [],
     )

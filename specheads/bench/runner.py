@@ -24,7 +24,8 @@ class Output:
     """tokens: the generated ids of each row. statistics: of generate(), if the decoder has them.
 
     gains: per row the tokens of each step, the prefill first; parts: seconds by part of the loop; both empty where the
-    decoder does not report them. seconds: by the decoder's own clock, if it runs in another process.
+    decoder does not report them. seconds: by the decoder's own clock, if it runs in another process. accepted: as
+    gains, how many of the tokens were drafted, if the decoder has it.
     """
 
     tokens: list[list[int]]
@@ -32,6 +33,7 @@ class Output:
     gains: list[list[int]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     seconds: float | None = None
+    accepted: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

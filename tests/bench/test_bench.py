@@ -12,8 +12,10 @@ from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.queues import batch_by_batch, split
 from specheads.bench.runner import Output, race, time_batch, turns
+from specheads.decoding.drafters import DraftModel
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
+from specheads.decoding.planner import chain
 from specheads.models.convert import convert
 
 
@@ -184,6 +186,25 @@ def test_batches_race_without_a_stopwatch_and_still_know_their_accepted_length(b
     own = rows["own"]
     assert rows["reference"]["accepted_length"] is rows["reference"]["accepted_by_depth"] is own["by_text"] is None
     assert own["accepted_length"] == pytest.approx(1 + sum(own["accepted_by_depth"])) and own["accepted_length"] >= 1
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_draft_that_ends_the_text_is_counted_at_its_depth(base, batch_size, monkeypatch):
+    ids = torch.tensor([[1, 5, 9, 11], [1, 7, 3, 8], [4, 4, 2, 6]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    end = decoders.specheads_generate(base, 9)(batch, None).tokens[0][3]
+    monkeypatch.setattr(base.generation_config, "eos_token_id", end)
+    racers = {
+        "reference": decoders.specheads_generate(base, 9),
+        "own": decoders.specheads_generate(base, 9, draft=DraftModel(base), plan=chain(4), batch_size=batch_size),
+    }
+    run = racers["own"](batch, None)
+    assert run.tokens[0][-1] == end and run.gains[0] == [1, 3] and run.accepted[0] == [0, 3]
+    row = report.summary(race(racers, [batch], repeats=1), "reference", 9)["own"]
+    taken = [count for accepted in run.accepted for count in accepted[1:]]
+    assert row["accepted_by_depth"] == [sum(count >= d for count in taken) / len(taken) for d in range(1, 5)]
+    parts = batch_by_batch(racers["own"], 2)(batch, None)
+    assert (parts.tokens, parts.gains, parts.accepted) == (run.tokens, run.gains, run.accepted)
 
 
 RAGGED = {

@@ -23,7 +23,8 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
     """seconds of the whole run; tokens of each row; gains: per row the tokens of each step, the prefill first, [] if
     unknown; prefill: its seconds, None if unknown; parts: seconds of the steps by part of the loop; differs_at: per row
     the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens
-    after the prefill and the steps that gave them; steps: of the loop; where a decoder counts them.
+    after the prefill and the steps that gave them; steps: of the loop; accepted: as gains, how many of the tokens were
+    drafted; where a decoder counts them.
 
     by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is
     None."""
@@ -35,6 +36,8 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
         differs = [first_difference(row, other) for row, other in pairs]
     known = run.output.statistics
     counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped", "steps") if name in known}
+    if run.output.accepted:
+        counts["accepted"] = run.output.accepted
     if run.steps:
         counts["by_text"] = split_by_text(run)
     return {
@@ -99,13 +102,19 @@ def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: 
 
 def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[str, Any]:
     """Accepted length overall, by category of the prompt and by quarter of the output in which the step began; and the
-    share of steps that accepted a draft at depth 1, 2, …"""
+    share of steps that accepted a draft at depth 1, 2, …
+
+    Of a decoder that does not say how many tokens of a step were drafted, all but the last are taken for it."""
     gains: list[int] = []
+    drafts: list[int] = []
     by_category: dict[str, list[int]] = {}
     by_quarter: list[list[int]] = [[] for _ in range(QUARTERS)]
     counts = [(s["gained"], s["rows_stepped"]) for s in (r["decoders"][name] for r in rounds) if "gained" in s]
     for one in rounds:
-        for row, category in zip(one["decoders"][name]["gains"], one["categories"], strict=False):
+        of_rows = one["decoders"][name]["gains"]
+        drafted = one["decoders"][name].get("accepted") or [[gained - 1 for gained in row] for row in of_rows]
+        drafts += [count for row in drafted for count in row[1:]]
+        for row, category in zip(of_rows, one["categories"], strict=False):
             position = 0
             for number, gained in enumerate(row):
                 if number:
@@ -122,7 +131,7 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
         }  # fmt: skip
     return {
         "accepted_length": _mean(gains),
-        "accepted_by_depth": [sum(n > d for n in gains) / len(gains) for d in range(1, max(gains))],
+        "accepted_by_depth": [sum(n >= d for n in drafts) / len(drafts) for d in range(1, max(drafts) + 1)],
         "accepted_by_category": {category: _mean(own) for category, own in sorted(by_category.items())} or None,
         "accepted_by_quarter": [_mean(own) if own else None for own in by_quarter],
     }

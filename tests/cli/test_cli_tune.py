@@ -10,12 +10,13 @@ import torch
 from huggingface_hub import constants
 
 import specheads
-from specheads.bench.tree_search import acceptance_of, search_head
+from specheads.bench.tree_search import acceptance_of, recorded_ranks, search_head
 from specheads.bench.tune import TuneConfig, merge, tune
 from specheads.cli.commands import tune as command
 from specheads.cli.commands.tune import show
+from specheads.data.batches import Collator
 from specheads.decoding.compiled import compiled_steps
-from specheads.decoding.generation.recorded import Record
+from specheads.decoding.generation.recorded import Record, record
 from specheads.decoding.planner.by_cost import CostTable, StepCosts, shipped_costs
 from specheads.models.calibration import expected_length
 from specheads.models.costs import auto_drafter, cost_key, cost_path
@@ -115,9 +116,9 @@ def test_a_missing_record_is_written_first_and_one_of_another_base_refused(shipp
     assert code == 0, err
     assert json.loads(out)["results"][0]["search"] and [*texts.parent.iterdir()] == [texts]
     assert len(Record.load(texts).outputs) == 2
-    record = json.loads(texts.read_text("utf8"))
-    for other in ({"vocab_size": 300, "base": None}, {"base": {**record["base"], "weights": "0123456789abcdef"}}):
-        texts.write_text(json.dumps(record | other), "utf8")
+    held = json.loads(texts.read_text("utf8"))
+    for other in ({"vocab_size": 300, "base": None}, {"base": {**held["base"], "weights": "0123456789abcdef"}}):
+        texts.write_text(json.dumps(held | other), "utf8")
         code, out, err = run(capsys, "tune", shipped / "eagle3", *QUICK, "--search", texts)
         assert code == 2 and not out and "it is of another target than" in err and "delete or rename the file" in err
 
@@ -126,17 +127,45 @@ def test_the_search_finds_the_fastest_tree_of_recorded_ranks():
     # The first draft is right in 3 of 4 texts, the second then in 2 of 3; the fourth text has it at rank 1.
     ranks = torch.tensor([[0, 0, -1], [0, 0, 2], [0, 3, 0], [1, 0, 0]])
     assert acceptance_of(ranks)[0][:2] == (0.75, 0.25) and acceptance_of(ranks)[1][0] == pytest.approx(2 / 3)
-    found = {(one.tree, one.nodes): one for one in search_head("a head", ranks, shipped_costs("cpu").for_rows(1), 64)}
+    texts, costs = ranks.split(1), shipped_costs("cpu").for_rows(1)
+    found = {(one.tree, one.nodes): one for one in search_head("a head", texts, costs, 64)}
     assert found["chain:2", 3].accepted_length == 1 + 3 / 4 + 2 / 4 == expected_length("chain:2", ranks)
-    costs = shipped_costs("cpu").for_rows(1)
     assert found["chain:2", 3].ms == pytest.approx(costs.step(1, 3, 64) + costs.draft(1, (1,), 3))
     assert len({(one.nodes, one.tree) for one in found.values()}) == len(found)
+
+
+def test_the_search_expects_what_decoding_the_recorded_texts_accepts():
+    """The head knows the first half of each text and not the second, in which most of its steps begin."""
+    model = specheads.convert(tiny_llama(num_hidden_layers=2), "medusa", num_heads=3)
+    known = record(model.base, [[5, 6, 7], [9, 3, 4, 8], [60, 11, 7]], 40, eos_token_id=None)
+    rows = [[*prompt, *text[:20]] for prompt, text in known.outputs.items()]
+    batch = Collator(0)([{"input_ids": row, "labels": row} for row in rows])
+    optimizer = torch.optim.Adam(model.head.parameters(), 1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    texts = recorded_ranks(model.eval(), known)
+    tokens = steps = 0
+    for prompt in known.outputs:
+        asked = {"max_new_tokens": 44, "eos_token_id": None, "return_dict_in_generate": True}
+        out = model.generate(torch.tensor([prompt]), draft="head", tree="chain:3", **asked)
+        position = 0  # of a step that has the whole of a draft in the record
+        for step in out.steps[1:]:
+            if position < 37:
+                position, steps = position + len(step.tokens[0]), steps + 1
+        tokens += position
+    found = {one.tree: one for one in search_head("a head", texts, shipped_costs("cpu").for_rows(1), 64)}
+    assert found["chain:3"].accepted_length == pytest.approx(tokens / steps)
+    assert expected_length("chain:3", torch.cat(texts)) > 1.1 * tokens / steps
+    with pytest.raises(ValueError, match="no text of the record has more than the 3 tokens of a draft"):
+        recorded_ranks(model, known.cut(3))
 
 
 def test_the_search_expects_what_the_measured_batch_would_take():
     costs = shipped_costs("cpu").for_rows(8)
     costs = replace(costs, batch=8)  # whatever size was shipped
-    (one, *_) = search_head("a head", torch.tensor([[0, 0], [0, 2], [1, 0]]), costs, 64)
+    (one, *_) = search_head("a head", [torch.tensor([[0, 0], [0, 2], [1, 0]])], costs, 64)
     assert one.ms == pytest.approx(costs.step(8, 2, 64) + costs.draft(8, (), 2))
     assert one.tokens_per_second == pytest.approx(8 * one.accepted_length / one.ms * 1e3)
 

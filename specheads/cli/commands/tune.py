@@ -48,9 +48,9 @@ def measure(models: Models, config: TuneConfig, *, output: Path | None, known: R
         candidates = search_copies(known, costs, length)
         if head is not None:
             model = SpecModel(build_spec_config(head.config, models.target), models.target, head)
-            ranks = recorded_ranks(model, known)
-            found = replace(found, acceptance=acceptance_of(ranks))
-            candidates += search_head(name, ranks, costs, length)
+            texts = recorded_ranks(model, known)
+            found = replace(found, acceptance=acceptance_of(torch.cat(texts)))
+            candidates += search_head(name, texts, costs, length)
     table = merge(_saved(path), found)
     table.save(path)
     return {

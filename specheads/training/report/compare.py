@@ -75,10 +75,10 @@ def read_curve(folder: Path) -> LearningCurve:
 
 
 def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[int, float, float]]) -> Point:
-    """logs: step, tokens and CPU seconds; between two of them, in proportion to the steps."""
+    """logs: step, tokens and CPU seconds; between two of them, and after the last two, in proportion to the steps."""
     after = min(bisect_left([log[0] for log in logs], step), len(logs) - 1)
     (first, *before), (last, *then) = logs[max(0, after - 1)], logs[after]
-    share = min(1.0, (step - first) / (last - first)) if last > first else 1.0
+    share = (step - first) / (last - first) if last > first else 1.0
     tokens, seconds = (a + share * (b - a) for a, b in zip(before, then, strict=True))
     length, error = entry[name], entry.get(f"{name}_error")
     low, high = (None, None) if error is None else (max(1.0, length - Z * error), length + Z * error)

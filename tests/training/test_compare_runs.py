@@ -82,7 +82,8 @@ def test_points_are_held_out_lengths_at_the_tokens_and_time_of_their_steps(tmp_p
     assert (middle.low, middle.high) == pytest.approx((1.5 - 0.196, 1.5 + 0.196), abs=1e-4)
     assert (last.low, last.high) == pytest.approx((2.0 - 0.392, 2.0 + 0.392), abs=1e-4)
     # The last evaluation of a run whose steps are no multiple of logging_steps is past its last log.
-    after = compare.read_curve(folder_of(tmp_path, "c", [*HISTORY, {"step": 7, "eval_accepted_length": 2.1}])).points[-1]
+    final = {"step": 7, "eval_accepted_length": 2.1}
+    after = compare.read_curve(folder_of(tmp_path, "c", [*HISTORY, final])).points[-1]
     assert (after.tokens, after.cpu_seconds, after.length) == (600, 360, 2.1)
     training = compare.read_curve(folder_of(tmp_path, "b", HISTORY[:1]))
     assert not training.held_out and training.points[0].tokens == 100 and training.points[0].low is None

@@ -128,6 +128,14 @@ def test_an_evaluation_is_a_table_with_the_one_before_beside_it(tmp_path, capsys
     assert not any("conditional" in table for table in tables)
 
 
+def test_the_rows_of_a_long_evaluation_are_counted_and_not_figured_out_from_a_rounded_rate(tmp_path):
+    trainer = trainer_of(tmp_path, data=rows(4), evaluation=rows(5))
+    logs = trainer.evaluate()
+    # What transformers would say of 5 rows in an hour.
+    table = evaluation_table({**logs, "eval_runtime": 3600.0, "eval_samples_per_second": 0.001}, [], 0)
+    assert "evaluation at step 0: 5 held-out rows, 3600.0 s" in table
+
+
 def test_several_held_out_sets_are_compared_each_with_itself():
     history = [
         {"eval_a_runtime": 1.0, "eval_a_loss": 5.0, "step": 2}, {"eval_b_runtime": 1.0, "eval_b_loss": 9.0, "step": 2},

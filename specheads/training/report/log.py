@@ -106,9 +106,9 @@ def evaluation_table(logs: Mapping[str, Any], history: Sequence[Mapping[str, Any
         if before:
             cells += ["–", "–"] if then is None else [f"{then:.{digits}f}", f"{now - then:+.{digits}f}"]
         rows.append(cells)
-    seconds, per_second = float(logs[f"{prefix}runtime"]), float(logs.get(f"{prefix}samples_per_second", 0))
+    seconds, count = float(logs[f"{prefix}runtime"]), logs.get(f"{prefix}rows", 0)
     name = prefix.removeprefix("eval_").removesuffix("_")
-    title = f"evaluation at step {step}: {f'{name}, ' if name else ''}{seconds * per_second:.0f} held-out rows"
+    title = f"evaluation at step {step}: {f'{name}, ' if name else ''}{count} held-out rows"
     columns = ["", f"step {step}", *([f"step {before['step']}", "change"] if before else [])]
     shown = terminal.as_text(terminal.table(f"{title}, {seconds:.1f} s", columns, rows))
     return "\n".join(["", *filter(None, shown.splitlines()), ""])  # set off from the lines around it, and in one piece

@@ -168,7 +168,8 @@ class SpecTrainer(ResumableTrainer):
     ) -> EvalLoopOutput:  # fmt: skip
         self._evaluation_meter = TrainingMeter(AcceptanceMeter(self._scored_tree()))
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        assert output.metrics is not None
+        assert output.metrics is not None and output.num_samples is not None
+        output.metrics[f"{metric_key_prefix}_rows"] = output.num_samples
         for name, value in self._report(self._evaluation_meter).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output

@@ -27,8 +27,8 @@ LEGEND = (
     "batches.",
     "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
     "all; sampled texts are not compared.",
-    "what was accepted: accepted length by quarter of the output in which the step began, and by category; share of "
-    "steps that accepted a draft at each depth; × reference on new and on repeated text.",
+    "what was accepted: accepted length by the quarter of max_new_tokens (of two numbers the larger) in which the step "
+    "began, and by category; share of steps that accepted a draft at each depth; × reference on new and repeated text.",
     f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
     "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
     "prefill … other: shares of the time; step: of whole compiled steps; compiled, accepting is part of verify.",
@@ -90,8 +90,8 @@ def speed_cells(row: Row) -> list[str]:
 
 
 def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
-    """Speed-up on new and on repeated text, accepted length by quarter of the output and by category, and the share of
-    steps by accepted depth."""
+    """Speed-up on new and on repeated text, accepted length by quarter of max_new_tokens and by category, and the share
+    of steps by accepted depth."""
     categories = list(dict.fromkeys(name for row in rows for name in row["accepted_by_category"] or ()))
     deepest = max(len(row["accepted_by_depth"]) for row in rows)
     kinds = ("unrepeated", "repeated")

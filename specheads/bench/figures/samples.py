@@ -101,8 +101,8 @@ def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: 
 
 
 def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[str, Any]:
-    """Accepted length overall, by category of the prompt and by quarter of the output in which the step began; and the
-    share of steps that accepted a draft at depth 1, 2, …
+    """Accepted length overall, by category of the prompt and by the quarter of max_new_tokens in which the step began;
+    and the share of steps that accepted a draft at depth 1, 2, …
 
     Of a decoder that does not say how many tokens of a step were drafted, all but the last are taken for it."""
     gains: list[int] = []

@@ -136,14 +136,15 @@ def main() -> int:
 
 def measured(model: Any, batch: dict[str, Any], max_new_tokens: int, repeats: int) -> dict[str, Any]:
     """Medians over runs; shares are of the steps' wall time, the prefill left out."""
-    ask = {**batch, "max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    ask = {**batch, "draft": "head", "max_new_tokens": max_new_tokens}
+    ask |= {"do_sample": False, "return_dict_in_generate": True}
     model.generate(**ask)  # warm-up
     seconds: list[float] = []
     shares: dict[str, list[float]] = {"base": [], "head": [], "loop": []}
     with timing(model) as timer:
         for _ in range(repeats):
             marks = Marks(timer)
-            with mock.patch("specheads.decoding.generation.generate.decode", marks.wrapping(decode)):
+            with mock.patch("specheads.decoding.generation.decoding.decode", marks.wrapping(decode)):
                 steps = model.generate(**ask).steps
             whole = sum(step.seconds for step in steps[1:])
             spent = {kind: timer.seconds[kind] - marks.after_prefill[kind] for kind in ("base", "head")}

@@ -210,7 +210,7 @@ class SpecModel(PreTrainedModel):
         self.head.trained_length = self.config.trained_length if self.head.attends else None
 
     def set_default_tree(self, tree: StaticTree | str | tuple[tuple[int, ...], ...] | None) -> None:
-        """Set the static tree that generate() drafts by default; it is saved with the head.
+        """Set the static tree that the head drafts by default; it is saved with it.
 
         tree: the tree, its text ("static:16", "chain:4"), its choices, or None for the default of this kind of head.
         ValueError for anything else.

@@ -62,7 +62,7 @@ class ParityConfig:
 @dataclass(frozen=True)
 class Parity:
     """measured and simulated: tokens a step, by the loop and by training's ranks, over the same `steps` steps; served:
-    tokens a step of the loop with the head's default tree."""
+    tokens a step of the loop with the head's default tree, and not by "auto", which may copy."""
 
     measured: float
     simulated: float
@@ -77,7 +77,7 @@ class Parity:
     def __str__(self) -> str:
         return (
             f"accepted length {self.measured:.3f} in decoding, {self.simulated:.3f} by training's own forward on the "
-            f"same text ({self.steps} steps); {self.served:.3f} with the tree that generate() drafts by default"
+            f"same text ({self.steps} steps); {self.served:.3f} with the tree that the head drafts by default"
         )
 
     def rows(self) -> list[list[str]]:
@@ -85,7 +85,7 @@ class Parity:
         lengths = (
             ("real decoding, a chain", self.measured),
             ("training's own forward on the same text", self.simulated),
-            ("real decoding, the tree that generate() drafts", self.served),
+            ("real decoding, the tree that the head drafts by default", self.served),
         )
         return [[how, f"{length:.3f}"] for how, length in lengths]
 

@@ -123,7 +123,7 @@ def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Names
         trainer.train()
     batch = Collator(0)([rows[i] for i in range(options.batch_size)])
     batch = {key: value.to(options.device) for key, value in batch.items()}
-    tokens = options.batch_size * options.max_length
+    tokens = options.batch_size * sum(len(row["input_ids"]) for row in rows) / len(rows)  # of a step, in the mean
     seconds = (clock.marks[-1] - clock.marks[0]) / (len(clock.marks) - 1)
     autocast = torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=options.bf16)
     with LiveMemory() as memory:

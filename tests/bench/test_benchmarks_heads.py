@@ -120,6 +120,19 @@ def test_a_run_resumes_by_variant_seed_and_shape(folder, tmp_path, capsys, monke
     assert "| mtp | 0.01 M | 2 |" in text and "minus that of eagle3" in text and "\n2 steps of 3 rows" in text
 
 
+def test_training_speed_counts_rows_as_long_as_they_are(folder, tmp_path, monkeypatch):
+    """Steps of a second, of 3 rows that have 18 tokens in the mean."""
+    rows = [json.loads(line)["input_ids"] for line in (folder / "own.jsonl").read_text().splitlines()]
+    rows = [row[: 12 if i % 2 else 24] for i, row in enumerate(rows)]
+    ragged = tmp_path / "ragged.jsonl"
+    ragged.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in rows))
+    clock = heads.Clock
+    monkeypatch.setattr(clock, "on_step_end", lambda self, *args, **more: self.marks.append(float(len(self.marks))))
+    run(folder, tmp_path / "out", "--data", ragged, only=["mtp"])
+    (found,) = json.loads((tmp_path / "out" / "heads.json").read_text())["variants"]
+    assert found["tokens_per_second"] == pytest.approx(3 * 18)
+
+
 def test_a_variant_of_a_single_seed_is_named_and_has_no_row(folder, tmp_path):
     run(folder, tmp_path, "--bf16")
     shutil.rmtree(tmp_path / "heads" / "mtp-1")

@@ -128,6 +128,20 @@ def test_nothing_new_in_a_whole_cycle_ends_the_run_and_the_next_one_at_once(tmp_
     assert rounds == 0 and again.summary() == file.summary()
 
 
+def test_a_whole_cycle_without_a_new_line_ends_the_run_whatever_the_size_of_its_rounds(tmp_path, monkeypatch):
+    """A later question of the same round may have a new line."""
+    monkeypatch.setattr(f"{__name__}.answer", lambda number: {"input_ids": [number % 20 // 15 * number]})
+    files = []
+    for first, size in ((1, 1), (4, 4), (9, 9), (40, 40), (5, 1), (9, 7), (40, 2)):
+        path = tmp_path / f"{first}-{size}.jsonl"
+        fill(path, wanted=4, round_size=first, cycle=6, num_asks=None)  # which makes 4 lines at least
+        file, _ = fill(path, wanted=50, round_size=size, cycle=6, num_asks=None)
+        files.append((path.read_bytes(), left_out(path).read_bytes(), file.idle))
+        again, rounds = fill(path, wanted=50, cycle=6, num_asks=None)
+        assert rounds == 0 and (path.read_bytes(), left_out(path).read_bytes(), again.idle) == files[-1]
+    assert all(found == files[0] for found in files) and files[0][2] == 6
+
+
 def test_the_summary_counts_what_is_left_out(tmp_path):
     file, _ = fill(tmp_path / "own.jsonl", wanted=12)
     records = [json.loads(line) for line in left_out(file.path).read_text().splitlines()]

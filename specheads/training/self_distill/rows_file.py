@@ -88,13 +88,14 @@ class RowsFile:
             self.asked_all = not asked
             ends_at = list(accumulate((one.num_turns for one in asked), initial=self.answers))
             lines = [b - a - bisect_left(numbers, b) + bisect_left(numbers, a) for a, b in pairwise(ends_at)]
-            if self.lines + min(sum(lines), wanted - self.lines) > len(digests):
+            idle = list(accumulate(lines, lambda before, number: 0 if number else before + 1, initial=self.idle))
+            end = next((i for i, number in enumerate(idle) if number >= self.stream.cycle), len(lines))
+            gained = min(sum(lines[:end]), wanted - self.lines)
+            if self.lines + gained > len(digests):
                 asks = chain(asked, asks)
                 break
-            self.answers = ends_at[-1]
-            self.lines = min(self.lines + sum(lines), wanted)
-            for number in lines:
-                self.idle = 0 if number else self.idle + 1
+            self.answers, self.idle = ends_at[end], idle[end]
+            self.lines += gained
         kept = {number: why for number, why in left_out.items() if number < self.answers}
         self.left_out = Counter(kept.values())
         self._seen = set(digests[: self.lines])
@@ -126,6 +127,8 @@ class RowsFile:
                     records.append(_record(self.answers, why))
                 self.answers += 1
             self.idle = 0 if len(lines) > before else self.idle + 1
+            if self.idle >= self.stream.cycle:
+                break  # the run ends at this question, whatever else is in its round
         if records:
             _append(self.left_out_path, "".join(records).encode())
         _append(self.path, b"".join(lines))

@@ -1,11 +1,13 @@
-"""Mask the rows that a sharded loader repeats to fill the last batch of an epoch."""
+"""Rows that are repeated to fill the last batch of an epoch, so that several processes have as many: none is learnt."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SkipBatchSampler
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from accelerate.state import GradientState
 
 from specheads.data.rows import IGNORED
@@ -17,17 +19,18 @@ def mask_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]
         return inputs
     rows = len(inputs["input_ids"])
     fresh = _fresh_rows(state.active_dataloader, rows)
-    if fresh >= rows:
-        return inputs
+    return inputs if fresh >= rows else _learning(inputs, fresh)
+
+
+def _learning(inputs: dict[str, Any], fresh: int) -> dict[str, Any]:
+    """The batch, of which only the first `fresh` rows are supervised."""
     name, ignored = ("labels", IGNORED) if "labels" in inputs else ("loss_mask", 0)
-    mask = torch.arange(rows, device=inputs[name].device).unsqueeze(1) < fresh
+    mask = torch.arange(len(inputs["input_ids"]), device=inputs[name].device).unsqueeze(1) < fresh
     return {**inputs, name: torch.where(mask, inputs[name], ignored)}
 
 
 def _fresh_rows(loader: Any, rows: int) -> int:
     """How many of this process's `rows` in the last batch come first and are no repeats; 0 or less for none."""
-    if isinstance(loader, DataLoaderDispatcher):  # of an IterableDataset, which the first process reads for all
-        return int(loader.remainder) - rows * int(loader.state.process_index)
     sampler = loader.batch_sampler
     while isinstance(sampler, SkipBatchSampler):  # of a resumed run
         sampler = sampler.batch_sampler
@@ -35,3 +38,16 @@ def _fresh_rows(loader: Any, rows: int) -> int:
         return rows
     left_over = len(sampler.batch_sampler.sampler) % (sampler.batch_size * sampler.num_processes)
     return left_over - sampler.batch_size * sampler.process_index if left_over else rows
+
+
+@dataclass(frozen=True)
+class EvenCollator:
+    """Batches of `collator`, filled up to a multiple of `processes` rows."""
+
+    collator: Any
+    processes: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        missing = -len(rows) % self.processes
+        batch = self.collator([*rows, *[rows[0]] * missing])
+        return _learning(batch, len(rows)) if missing else batch

@@ -78,10 +78,10 @@ def test_processes_that_evaluate_before_they_train_train_together(tmp_path):
 
 
 class Stream(IterableDataset):
-    """Rows of one length, of which nobody knows the number beforehand."""
+    """Rows of unequal lengths, of which nobody knows the number beforehand."""
 
     def __init__(self, count):
-        self.rows = rows(count, 1, lengths=(8, 9))
+        self.rows = rows(count, 1)
 
     def __iter__(self):
         yield from self.rows

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
-from specheads.data.repeats import mask_repeats
+from specheads.data.repeats import EvenCollator, mask_repeats
 from specheads.decoding.generation.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.heads.vocabulary import DraftVocabulary
@@ -133,6 +133,19 @@ class SpecTrainer(ResumableTrainer):
             return super().get_eval_dataloader(*args, **kwargs)
         finally:
             self.args.dataloader_drop_last = drop_last
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader:
+        """Where the first process reads for all, it reads the rows of all in one batch: accelerate (1.15) cannot put
+        batches of rows of unequal lengths together."""
+        config, collator, processes = self.accelerator.dataloader_config, self.data_collator, self.args.world_size
+        streamed = isinstance(dataset, IterableDataset)
+        if processes == 1 or not (streamed if config.dispatch_batches is None else config.dispatch_batches):
+            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        config.split_batches, self.data_collator = True, EvenCollator(collator, processes)
+        try:
+            return super()._get_dataloader(dataset, description, batch_size * processes, *args, **kwargs)
+        finally:
+            config.split_batches, self.data_collator = False, collator
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         state = self.accelerator.gradient_state

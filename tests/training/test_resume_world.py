@@ -108,6 +108,32 @@ def test_rows_of_a_stream_that_fill_the_last_batch_up_count_once(tmp_path):
     assert seen == seen_together
 
 
+def train_in_orders(folder, rows_each):
+    """What runs log, by the order of their rows, and the longest text that a checkpoint knows of."""
+    found = {}
+    for order in ("sequential",):
+        options = {"train_sampling_strategy": order, "per_device_train_batch_size": rows_each, "max_steps": 3}
+        data = [
+            {name: column[:3] for name, column in row.items()} if i % 4 < 2 else row for i, row in enumerate(rows(30))
+        ]
+        trainer = trainer_of(folder / order, data=data, save_strategy="steps", save_steps=2, **options)
+        trainer.train()
+        head = json.loads((folder / order / "checkpoint-2" / "config.json").read_text())
+        found[order] = logged(trainer, "tokens_seen", "loss"), head["trained_length"]
+    if trainer.is_world_process_zero():
+        torch.save(found, folder / f"by-{trainer.args.world_size}.pt")
+
+
+def test_every_order_is_that_of_one_process_and_the_longest_text_of_all_is_noted(tmp_path):
+    train_in_orders(tmp_path, 4)
+    forked(2, train_in_orders, tmp_path, 2)
+    alone, together = (torch.load(tmp_path / f"by-{n}.pt") for n in (1, 2))
+    for order, (logs, longest) in alone.items():
+        assert together[order][1] == longest > 3, order
+        for one, two in zip(logs, together[order][0], strict=True):
+            assert two["tokens_seen"] == one["tokens_seen"] and two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
 def test_sums_of_processes_that_are_no_more_are_not_taken_over(tmp_path):
     two, one = Writers(2, 4, "ddp"), Writers(1, 4, "no")
     for process in (1, 0):

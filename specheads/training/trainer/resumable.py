@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState
@@ -43,6 +44,7 @@ class ResumableTrainer(Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             (folder / STATE).unlink(missing_ok=True)  # of an earlier run: a checkpoint is finished once all is written
+        self._note_trained_length()
         kept: Any = self.state.stateful_callbacks  # of a resumed run those of its checkpoint alone (transformers 5.23)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
@@ -82,10 +84,10 @@ class ResumableTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _note_trained_length(self) -> None:
-        """Note the longest text of this process in the head, and so in its checkpoints. Rows are dealt at random."""
-        if self._longest is not None:
-            self.accelerator.unwrap_model(self.model).note_trained_length(int(self._longest))
-            self._longest = None
+        """Note the longest text of all processes, which call this together, in the head, and so in its checkpoints."""
+        longest = max(gather_object([0 if self._longest is None else int(self._longest)]))
+        self.accelerator.unwrap_model(self.model).note_trained_length(longest)
+        self._longest = None
 
     def note_length_of(self, checkpoint: Path) -> None:
         """Note the longest text that the checkpoint's head had learnt from."""
@@ -123,8 +125,9 @@ class ResumableTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The head alone; a launcher that shards parameters passes what it gathered."""
         if self.args.should_save:
-            self._note_trained_length()
             model = self.accelerator.unwrap_model(self.model)
+            if self._longest is not None:  # between two checkpoints, which know it of all processes
+                model.note_trained_length(int(self._longest))
             folder = output_dir or self.args.output_dir
             model.save_pretrained(folder, state_dict=state_dict)
             run_card.write(Path(str(folder)), model, self.record())

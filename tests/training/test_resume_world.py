@@ -111,7 +111,7 @@ def test_rows_of_a_stream_that_fill_the_last_batch_up_count_once(tmp_path):
 def train_in_orders(folder, rows_each):
     """What runs log, by the order of their rows, and the longest text that a checkpoint knows of."""
     found = {}
-    for order in ("sequential",):
+    for order in ("sequential", "group_by_length"):
         options = {"train_sampling_strategy": order, "per_device_train_batch_size": rows_each, "max_steps": 3}
         data = [
             {name: column[:3] for name, column in row.items()} if i % 4 < 2 else row for i, row in enumerate(rows(30))

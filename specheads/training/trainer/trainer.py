@@ -114,7 +114,9 @@ class SpecTrainer(ResumableTrainer):
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         assert self.args.data_seed is not None
-        return SeededLengthGroups(sampler.batch_size, sampler.lengths, self.args.data_seed)
+        # By the rows of a step, so that it has the same ones however many processes share it.
+        rows = sampler.batch_size * self.args.world_size
+        return SeededLengthGroups(rows, sampler.lengths, self.args.data_seed)
 
     def get_train_dataloader(self) -> DataLoader:
         rows = self.train_dataset

@@ -116,6 +116,15 @@ def test_a_run_in_bf16_has_the_same_loss_from_features_saved_in_it_and_refuses_o
         prepare(recipe(folder, tmp_path, kind, features=tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16", "float32"])
+def test_a_recipe_in_bf16_saves_every_dtype(dtype, folder, tmp_path):
+    dump(folder, tmp_path / "saved", dtype=dtype, training={"bf16": True})
+    runs = [prepare(recipe(folder, tmp_path, "eagle3", features=features, bf16=True)).trainer
+            for features in (None, tmp_path / "saved")]  # fmt: skip
+    live, disk = (trainer.evaluate()["eval_loss"] for trainer in runs)
+    assert disk == pytest.approx(live, rel=2e-2)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", HEADS)
 def test_as_many_likeliest_tokens_as_there_are_give_the_whole_distribution(kind, folder, tmp_path):

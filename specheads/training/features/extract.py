@@ -112,17 +112,17 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses
     """This process's share of the files that are missing; how many it wrote."""
     work = [(name, *shard) for name in splits for shard in passes.index.shards(name)]
     work, made = work[state.process_index :: state.num_processes], 0
+    total, hidden = sum(len(rows) for *_, rows in work), not state.is_local_main_process
     dtype = AUTOCAST[passes.index.base["autocast"]]
-    with (
-        torch.autocast(state.device.type, dtype, enabled=dtype is not None),
-        tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar,
-    ):
+    with tqdm(total=total, unit="row", disable=hidden) as bar:
         for name, file, rows in work:
             chosen = [splits[name][i] for i in rows]
             if (folder / file).exists():
                 _refuse_others(Shard(folder / file), chosen)
             else:
-                write(folder / file, passes.shard(chosen))
+                with torch.autocast(state.device.type, dtype, enabled=dtype is not None):
+                    saved = passes.shard(chosen)
+                write(folder / file, saved)  # outside, where float8 may be put together
                 made += 1
             bar.update(len(rows))
     return made

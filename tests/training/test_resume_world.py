@@ -134,6 +134,21 @@ def test_every_order_is_that_of_one_process_and_the_longest_text_of_all_is_noted
             assert two["tokens_seen"] == one["tokens_seen"] and two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
+def train_unlogged(folder):
+    """The loss of a whole run of which one step was logged last, and what train() returns of it."""
+    trainer = trainer_of(folder / "run", max_steps=3, logging_steps=2, per_device_train_batch_size=1)
+    output = trainer.train()
+    told = trainer.state.log_history[-1]["train_loss"]
+    torch.save((told, output.training_loss, output.metrics["train_loss"]), folder / f"{os.environ['RANK']}.pt")
+
+
+def test_the_loss_of_a_whole_run_is_that_of_all_processes(tmp_path):
+    forked(2, train_unlogged, tmp_path)
+    alone = trainer_of(tmp_path / "alone", max_steps=3, logging_steps=2).train()
+    told = [each for rank in "01" for each in torch.load(tmp_path / f"{rank}.pt")]
+    assert told == pytest.approx([alone.training_loss] * 6, rel=1e-4)
+
+
 def test_sums_of_processes_that_are_no_more_are_not_taken_over(tmp_path):
     two, one = Writers(2, 4, "ddp"), Writers(1, 4, "no")
     for process in (1, 0):

@@ -172,6 +172,9 @@ class SpecTrainer(ResumableTrainer):
             logs["tokens_seen"] = before.get("tokens_seen", 0) + tokens
             logs["cpu_seconds"] = before.get("cpu_seconds", 0.0) + spent
             self._cpu_logged = cpu_seconds
+        if "train_loss" in logs:  # at the end: of the steps since the last log it has this process's part alone
+            shares = gather_object([logs["train_loss"]])
+            logs["train_loss"] = sum(shares) / len(shares)
         super().log(logs, *args, **kwargs)
 
     def _report(self, meter: TrainingMeter) -> dict[str, float]:
@@ -269,7 +272,7 @@ class SpecTrainer(ResumableTrainer):
         self._training_meter, self._pace.tokens = TrainingMeter(), 0  # without what an earlier run had not logged
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
-        return output
+        return output._replace(training_loss=output.metrics["train_loss"])
 
     def _undo_evaluation(self) -> None:
         """A model that an earlier evaluation has prepared counts as ready to train, without DDP (accelerate 1.15): each

@@ -287,19 +287,22 @@ def test_a_model_whose_config_has_return_dict_false_is_refused_everywhere():
             call()
 
 
+def uses_of(base):
+    """Calls of all that takes a base."""
+    return (
+        lambda: specheads.generate(base, torch.tensor([[5, 6, 7]]), **OPTIONS, drafter=PromptLookup()),
+        lambda: DraftModel(base),
+        lambda: convert(base, "medusa"),
+        lambda: specheads.patch(base),
+    )
+
+
 @pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForSequenceClassification"])
 def test_a_model_without_a_language_model_head_is_refused_everywhere(loader, tmp_path):
     convert(tiny_llama(), "medusa", num_heads=2).save_pretrained(tmp_path / "head")
     tiny_llama().save_pretrained(tmp_path / "base")
     headless = getattr(transformers, loader).from_pretrained(tmp_path / "base")
-    calls = (
-        lambda: specheads.generate(headless, torch.tensor([[5]]), **OPTIONS),
-        lambda: specheads.load_head(headless, tmp_path / "head"),
-        lambda: DraftModel(headless),
-        lambda: convert(headless, "medusa"),
-        lambda: specheads.patch(headless),
-    )
-    for call in calls:
+    for call in (*uses_of(headless), lambda: specheads.load_head(headless, tmp_path / "head")):
         with pytest.raises(UnsupportedModel, match=r"has no language-model head; load it with AutoModelForCausalLM$"):
             call()
     with pytest.raises(UnsupportedModel, match="load it with AutoModelForSeq2SeqLM"):
@@ -313,13 +316,6 @@ def test_prompt_learning_adapters_are_refused_everywhere(kind):
 
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     adapted = peft.get_peft_model(tiny_llama(), config)
-    ids = torch.tensor([[5, 6, 7]])
-    calls = (
-        lambda: specheads.generate(adapted, ids, **OPTIONS, drafter=PromptLookup()),
-        lambda: DraftModel(adapted),
-        lambda: convert(adapted, "medusa"),
-        lambda: specheads.patch(adapted),
-    )
-    for call in calls:
+    for call in uses_of(adapted):
         with pytest.raises(UnsupportedModel, match=f"{kind} puts virtual tokens before each prompt"):
             call()

@@ -247,8 +247,7 @@ class SpecModel(PreTrainedModel):
         `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
         "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
         others). seed: of the sampling, a number or one for each row. With return_dict_in_generate=True the output also
-        has `steps` and `statistics()`. Stopping criteria are evaluated row by row, after each token. compile: as in
-        `specheads.generate`; None: as compile() said.
+        has `steps` and `statistics()`. compile: as in `specheads.generate`; None: as compile() said.
         """
         compile = self.compiles if compile is None else compile
         found = self._choose_drafter(draft, drafter, kwargs)

@@ -105,6 +105,58 @@ def test_a_stopping_criterion_may_return_a_bool(model, of):
     assert many.tokens == out.sequences[0, BATCHES["one"]["input_ids"].shape[1] :].tolist()
 
 
+class EndsWhenAllHave(StoppingCriteria):
+    """Of a batch, with a memory of its rows, as evaluation harnesses have; keeps what it was asked."""
+
+    def __init__(self, of, rows):
+        self.of, self.found, self.asked = of, [False] * rows, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked.append(input_ids.tolist())
+        for row, found in enumerate(self.found):
+            self.found[row] = found or input_ids[row, -1].item() % self.of == 0
+        return all(self.found)
+
+
+class EndsOneByOne(EndsWhenAllHave):
+    """The same row by row, which other rows do not end."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        super().__call__(input_ids, scores, **kwargs)
+        return torch.tensor(self.found)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", [EndsWhenAllHave, EndsOneByOne, EndsOn])
+@pytest.mark.parametrize("of", [3, 7, 1000])
+def test_stopping_criteria_of_batches_are_asked_what_hugging_face_asks_them(model, batch, kind, of):
+    inputs, rows = BATCHES[batch], len(BATCHES[batch]["input_ids"])
+    # With an end token that never comes transformers pads rows that have stopped, as here.
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 96, "pad_token_id": PAD}
+    criteria = [EndsOn(of) if kind is EndsOn else kind(of, rows) for _ in range(3)]
+    expected = model.base.generate(**inputs, **options, stopping_criteria=[criteria[0]])
+    whole = model.base.generate(**inputs, **options)
+    drafted = model.generate(
+        **inputs, **options, stopping_criteria=[criteria[1]], draft=Replay(inputs, whole),
+        return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    plain = model.generate(**inputs, **options, stopping_criteria=[criteria[2]], draft=False)
+    assert torch.equal(drafted.sequences, expected) and torch.equal(plain, expected)
+    columns = inputs["input_ids"].shape[1]
+    assert len(drafted.scores) == expected.shape[1] - columns
+    if kind is EndsOn:
+        return
+    assert criteria[1].asked == criteria[2].asked == criteria[0].asked
+    texts = [[] for _ in range(rows)]
+    for step in drafted.steps:
+        for row, tokens in enumerate(step.tokens):
+            texts[row] += tokens
+            assert len(step.ranks[row]) == step.accepted[row] <= min(len(tokens), step.drafted[row])
+            assert tokens or step.drafted[row] == 0
+    for text, row in zip(texts, expected[:, columns:].tolist(), strict=True):
+        assert row == text + [PAD] * (len(row) - len(text))
+
+
 def test_a_time_limit_that_has_passed_leaves_one_token(model):
     inputs = BATCHES["ragged"]
     out = model.generate(**inputs, do_sample=False, max_new_tokens=24, max_time=1e-9)

@@ -23,7 +23,6 @@ from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.generation.decoding import Decoding
 from specheads.decoding.generation.hf_options import (
-    Stopping,
     check_prompts,
     effective_config,
     refuse_arguments,
@@ -39,6 +38,7 @@ from specheads.decoding.generation.prompt_batches import (
     warn_of_holes,
     warn_of_right_padding,
 )
+from specheads.decoding.generation.stopping import Stopping, cut_row
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
@@ -85,7 +85,8 @@ def generate(
     serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
     padded on the left, and masked positions between tokens are left out; a line in the log says so where transformers
     does otherwise. Logits processors see each node's own prefix, with the caller's padding. One that keeps state from
-    call to call stops the drafting, except xgrammar's, whose state follows the path.
+    call to call stops the drafting, except xgrammar's, whose state follows the path. Stopping criteria see all rows
+    after each token, as there; rows that are ahead of the others write on until the others have come as far.
 
     Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True. With num_beams > 1
     nothing may draft, and the result is that of the base's own beam search.
@@ -176,7 +177,7 @@ def _run(
     prompts = _read_prompts(base, input_ids.long(), source_ids, stream, model_kwargs)
     device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
     pad_id = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
-    stop = Stopping(stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, device)
+    stop = Stopping(stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, pad_id, device)
     sampler = Sampler(
         logits_processor,
         do_sample=do_sample,
@@ -193,6 +194,7 @@ def _run(
         keep_scores=bool(config.output_scores or config.output_logits),
     ):  # fmt: skip
         text.add(step)
+    text.cut(stop.ends, input_ids.shape[1])
     if stream is not None:
         stream.end()
     added = [len(row) - input_ids.shape[1] for row in text.rows]
@@ -276,6 +278,15 @@ class _Text:
             self.stream.put(torch.tensor(step.tokens[0]))
         if self.keep_steps:
             self.steps.append(step)
+
+    def cut(self, ends: Mapping[int, int], columns: int) -> None:
+        """Leave out what rows wrote past their ends, the numbers of new tokens that count, after prompts of so many
+        columns."""
+        for row, left in ends.items():
+            del self.rows[row][columns + left :], self.scores[row][left:]
+            for step in self.steps:
+                cut_row(step, row, left)
+                left -= len(step.tokens[row])
 
     def sequences(self, pad_id: int, device: torch.device) -> Tensor:
         """(B, longest) ids, padded on the right."""

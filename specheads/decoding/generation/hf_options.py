@@ -1,4 +1,4 @@
-"""Hugging Face's generate() options, read once at the edge: what is refused, what the prompts must be, when rows stop.
+"""Hugging Face's generate() options, read once at the edge: what is refused, and what the prompts must be.
 
 Shapes: B batch rows, T prompt columns.
 """
@@ -6,15 +6,12 @@ Shapes: B batch rows, T prompt columns.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation import StopStringCriteria
 
 from specheads.options import require_number, shown
 
@@ -24,53 +21,6 @@ REFUSED_ARGUMENTS = (
 # Other ways of decoding, which our loop would skip, and healing, for which generate() has no tokenizer then.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-
-
-@dataclass
-class Stopping:
-    """Hugging Face's stopping criteria as decode()'s `stop`, asked after each token of each row by itself.
-
-    prompts: each row as Hugging Face has it, padding included, `columns` wide; lengths: without padding. Read from the
-    criteria are eos, the ids that end a row, and limit, the most new tokens. A row by itself is enough: criteria look
-    at the last token only. Raises ValueError if the criteria hold no length limit.
-    """
-
-    criteria: StoppingCriteriaList
-    prompts: list[list[int]]
-    columns: int
-    lengths: list[int]
-    device: torch.device
-    eos: set[int] = field(default_factory=set)
-    limit: int = 0
-    others: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        limits = []
-        for criterion in self.criteria:
-            if isinstance(criterion, EosTokenCriteria):
-                self.eos |= set(criterion.eos_token_id.tolist())
-            elif isinstance(criterion, MaxLengthCriteria):
-                limits.append(criterion.max_length)
-            else:
-                self.others.append(criterion)
-        if not limits:
-            raise ValueError("generation has no length limit; give max_new_tokens or max_length")
-        self.limit = max(1, math.ceil(min(limits)) - self.columns)  # transformers takes fractions too
-
-    def __call__(self, row: int, ids: list[int], count: int) -> int:
-        generated = ids[self.lengths[row] :]
-        for kept in range(1, count + 1):
-            end = len(generated) - count + kept
-            if generated[end - 1] in self.eos or end >= self.limit or self._others_stop(row, generated[:end]):
-                return kept
-        return -1
-
-    def _others_stop(self, row: int, generated: list[int]) -> bool:
-        if not self.others:
-            return False
-        ids = torch.tensor([self.prompts[row] + generated], device=self.device)
-        # Many return a Python bool, which transformers takes as well.
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.others)
 
 
 def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:

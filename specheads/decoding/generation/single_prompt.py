@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.generation.generate import through_front_door
-from specheads.decoding.generation.hf_options import Stopping
+from specheads.decoding.generation.stopping import Stopping
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 
 
@@ -54,7 +54,7 @@ def prepare(base: PreTrainedModel, index: int, ids: list[int], options: Mapping[
         encoded = model_kwargs["encoder_outputs"][0][0] if base.config.is_encoder_decoder else None
         return SinglePrompt(
             index, ids, rows[0], logits_processor,
-            Stopping(stopping_criteria, rows, columns, [columns], input_ids.device),
+            Stopping(stopping_criteria, rows, columns, [columns], 0, input_ids.device),
             bool(generation_config.do_sample), model_inputs(base, input_ids, mask, None, model_kwargs), encoded,
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ class KnowingDrafter:
         def expand(tokens, parents):
             nonlocal on_text, depth
             if parents is not None:
-                on_text = on_text.gather(1, parents) & (tokens == true_token(depth - 1))
+                on_text = on_text.gather(1, parents.cpu()) & (tokens.cpu() == true_token(depth - 1))
             batch, width = tokens.shape
             chance = torch.rand(batch, width, generator=self.coin)
             logits = torch.rand(batch, width, VOCAB, generator=self.coin)
@@ -47,6 +47,6 @@ class KnowingDrafter:
             logits.scatter_(2, (token + 1) % VOCAB, torch.where(chance > 0.5, 3.0, -1.0).unsqueeze(2))
             logits.scatter_(2, token, torch.where(on_text & (chance > 0.15), 2.0, -1.0).unsqueeze(2))
             depth += 1
-            return ChildLogits(logits)
+            return ChildLogits(logits.to(tokens.device))
 
         return plan.grow(context.root, expand, sampler, VOCAB)

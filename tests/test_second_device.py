@@ -29,5 +29,11 @@ def test_calls_drawn_at_random_have_the_text_of_the_cpu(first):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(6)
+def test_a_base_spread_over_devices_has_the_text_and_gradients_of_the_cpu(kind):
+    succeeds("spread", kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(6)
 def test_heads_have_the_gradients_of_the_cpu(kind):
     succeeds("train", kind)

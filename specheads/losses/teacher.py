@@ -169,4 +169,5 @@ def tap_base(
     features = concat_taps(out.hidden_states, layers, input_ids)
     if not from_hidden:
         return features, WholeLogits(out.logits.flatten(0, 1))
-    return features, LastHidden(out.last_hidden_state.flatten(0, 1), lambda hidden: logits_of(base, hidden))
+    hidden = out.last_hidden_state.flatten(0, 1).to(input_ids.device)
+    return features, LastHidden(hidden, lambda hidden: logits_of(base, hidden))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from specheads.decoding.target.hf_base import input_device
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.models.base.fingerprint import fingerprint_base
@@ -14,11 +15,8 @@ from specheads.models.files import absolute
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
-    """A head with these (complete) options, on the device where the base's output layer computes."""
-    output = base.get_output_embeddings()
-    # An offloaded layer has its weight on meta between its calls, and a hook that knows where it computes.
-    device = getattr(getattr(output, "_hf_hook", None), "execution_device", None)
-    with torch.device(output.weight.device if device is None else device):
+    """A head with these (complete) options, on the device where the base takes its inputs."""
+    with torch.device(input_device(base)):
         return HEADS[config.kind](config)
 
 

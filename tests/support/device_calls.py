@@ -2,20 +2,25 @@
 
 python -m tests.support.device_calls decode FIRST LAST  # calls drawn at random, by their seeds
 python -m tests.support.device_calls train KIND
+python -m tests.support.device_calls spread KIND  # the base's first half on the device, the rest on the CPU: both
 """
 
+import copy
 import itertools
 import sys
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 import specheads
 from specheads import DraftModel
 from specheads.decoding.drafters.auto import AutoDrafter
+from specheads.models.build import build_head
 from tests.reference.slow_heads import shallow_spec_model
 from tests.support import random_calls
-from tests.support.second_device import DEVICE, host, on_device
+from tests.support.prompts import PROMPTS, padded
+from tests.support.second_device import DEVICE, host, on_device, place
 from tests.support.tiny_models import near
 
 
@@ -52,7 +57,38 @@ def decode(seed):
     assert found.device == DEVICE and torch.equal(host(found), expected), call
 
 
-def train(kind):
+def spread(model):
+    """A copy whose base begins on the device and ends on the CPU, as `device_map` spreads one, and the head beside it
+    where it is built."""
+    model = copy.deepcopy(model)
+    base, layers = model.base, model.base.model.layers
+    first, last = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+    parts = {
+        base.model.embed_tokens: DEVICE,
+        base.model.rotary_emb: DEVICE,
+        base.model.norm: "cpu",
+        base.lm_head: "cpu",
+    }
+    for module, device in (parts | dict.fromkeys(first, DEVICE) | dict.fromkeys(last, "cpu")).items():
+        if device == DEVICE:
+            place(module)
+        add_hook_to_module(module, AlignDevicesHook(device))
+    add_hook_to_module(base, AlignDevicesHook(DEVICE, io_same_device=True))
+    assert next(build_head(model.head.config, base).parameters()).device == DEVICE
+    place(model.head)
+    return model
+
+
+def decode_spread(kind):
+    model, inputs = shallow_spec_model(kind), padded(PROMPTS)
+    moved, moved_inputs = spread(model), {name: on_device(tensor) for name, tensor in inputs.items()}
+    for options in ({}, {"draft": "head"}, {"draft": "lookup"}, {"draft": "head", "do_sample": True, "seed": 2}):
+        options = {"do_sample": False, "max_new_tokens": 14, **options}
+        found, expected = moved.generate(**moved_inputs, **options), model.generate(**inputs, **options)
+        assert torch.equal(host(found), expected), (kind, options)
+
+
+def train(kind, move_model):
     """Losses and gradients of rows as they are, of packed ones and of padded ones."""
     model = shallow_spec_model(kind)
     ids = torch.randint(3, model.base.config.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
@@ -63,7 +99,7 @@ def train(kind):
     )  # fmt: skip
     for form, training in itertools.product(forms, (True, False)):
         model.zero_grad()
-        moved = on_device(model.train(training))
+        moved = move_model(model.train(training))
         for each, move in ((model, lambda value: value), (moved, on_device)):
             each.draw_seed = 5
             each(**{name: move(tensor) for name, tensor in (rows | form).items()}).loss.backward()
@@ -93,7 +129,10 @@ if __name__ == "__main__":
     torch.compile = lambda function, **options: function
     what, *rest = sys.argv[1:]
     if what == "train":
-        train(*rest)
+        train(*rest, on_device)
+    if what == "spread":
+        decode_spread(*rest)
+        train(*rest, spread)
     for seed in range(*map(int, rest)) if what == "decode" else ():
         try:
             decode(seed)

@@ -1,7 +1,7 @@
 """A device of torch's made in Python, whose tensors lie on the CPU: it refuses what an accelerator would.
 
 Operations take tensors of one device, but for single numbers; a tensor on the CPU is not indexed by one on the device,
-and numpy reads none. It is there once this is imported, for the rest of the process.
+and numpy reads none of those. The device is there once this is imported, for the rest of the process.
 """
 
 import copy
@@ -17,7 +17,7 @@ MAKERS = (
     "randperm", "scalar_tensor", "tril_indices", "triu_indices",
 )  # fmt: skip
 INDEXING = ("index.Tensor", "index_put", "_index_put_impl_")
-OF_BOTH_DEVICES = (*INDEXING, "copy_", "_to_copy")
+MOVING = ("copy_", "_to_copy", "to.")
 
 
 class OnDevice(torch.Tensor):
@@ -40,7 +40,7 @@ class OnDevice(torch.Tensor):
         return self.host.tolist()
 
     def numpy(self, *args, **kwargs):
-        raise TypeError("numpy reads no tensor of the second device")
+        raise TypeError(f"numpy reads no tensor on {DEVICE}")
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -55,24 +55,38 @@ def host(value):
     return value.host if isinstance(value, OnDevice) else value
 
 
+def refuse_other_devices(name, tensors):
+    """RuntimeError if an operation takes tensors of both devices, and these are."""
+    devices = dict.fromkeys(each.device for each in tensors if each.dim())
+    if name.startswith(INDEXING):  # indices on the CPU are moved to what they index
+        devices = {device: None for device in devices if device.type != "cpu" or tensors[0].device == device}
+    if len(devices) > 1:
+        raise RuntimeError(f"{name}: tensors are on {' and '.join(map(str, devices))}")
+
+
 def run(function, args, kwargs):
-    """An operation on tensors of which one is on the device. RuntimeError if others would have to be there too."""
+    """An operation on tensors of which one is on the device."""
     name = str(function).removeprefix("aten.")
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    elsewhere = [each for each in tensors if not isinstance(each, OnDevice) and each.dim()]
-    indexed_elsewhere = name.startswith(INDEXING) and not isinstance(args[0], OnDevice)
-    if elsewhere and (indexed_elsewhere or not name.startswith(OF_BOTH_DEVICES)):
-        raise RuntimeError(f"{name}: a tensor {tuple(elsewhere[0].shape)} is on the CPU, others on {DEVICE}")
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not name.startswith(MOVING):
+        refuse_other_devices(name, tensors)
+    device = max(tensors, key=lambda each: each.dim() > 0).device
+    if name.startswith("to.other"):
+        device = tensors[1].device
+    elif not name.startswith("copy_"):
+        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), device)
     result = function(*tree_map(host, args), **tree_map(host, kwargs))
-    on_device = kwargs.get("device") is None or torch.device(kwargs["device"]).type == DEVICE.type
-    if name.startswith("copy_"):
-        on_device = isinstance(args[0], OnDevice)
-    if not on_device:
-        return result
-    given = {id(each.host): each for each in tensors if isinstance(each, OnDevice)}
+    given = {id(host(each)): each for each in tensors}
 
     def wrapped(value):
-        return given.get(id(value), OnDevice(value)) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if (same := given.get(id(value))) is not None:
+            if same.device == device:
+                return same
+            value = value.clone()  # moved
+        return value if device.type == "cpu" else OnDevice(value)
 
     return tree_map(wrapped, result)
 
@@ -97,17 +111,21 @@ for maker_name in MAKERS:
     library.impl(maker_name, maker(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1")
 
 
+def place(module):
+    """Put the tensors of a module on the device. Parameters keep whether they are trained."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                each._parameters[name] = torch.nn.Parameter(OnDevice(parameter.detach()), parameter.requires_grad)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = OnDevice(buffer)
+
+
 def on_device(value):
-    """A tensor, or a copy of a module, on the device. Parameters keep whether they are trained."""
+    """A tensor, or a copy of a module, on the device."""
     if isinstance(value, torch.Tensor):
         return OnDevice(value)
     copied = copy.deepcopy(value)
-    for module in copied.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                tensor = OnDevice(parameter.detach())
-                module._parameters[name] = torch.nn.Parameter(tensor, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = OnDevice(buffer)
+    place(copied)
     return copied

@@ -120,11 +120,13 @@ class Target(Verifier):
             position = inputs.positions
         last, extra = lengths - 1, dict(inputs.prompt)
         if "logits_to_keep" in forward_arguments(self.base):
-            kept = last.unique()  # the vocabulary projection only where some row ends
-            logits, features = self._forward(ids, position, mask, logits_to_keep=kept, **extra)
-            last = torch.searchsorted(kept, last)
-        else:
-            logits, features = self._forward(ids, position, mask, **extra)
+            # The vocabulary projection only where some row ends. A tensor would not be where a base that is spread over
+            # devices has its last hidden states.
+            ends = lengths.tolist()
+            kept = sorted({end - 1 for end in ends})
+            last = last.new_tensor([kept.index(end - 1) for end in ends])
+            extra["logits_to_keep"] = kept
+        logits, features = self._forward(ids, position, mask, **extra)
         self.cache.load_prompt(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)

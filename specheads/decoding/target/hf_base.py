@@ -161,6 +161,14 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
             raise UnsupportedModel(str(error)) from None
 
 
+def input_device(base: PreTrainedModel) -> torch.device:
+    """Where a base takes its ids, and gives its outputs, which one that is spread over devices sends back there."""
+    embeddings: Any = base.get_input_embeddings()
+    # An offloaded layer has its weight on meta between its calls, and a hook that knows where it computes.
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device(embeddings.weight.device if device is None else device)
+
+
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, how many logits the model has for a token."""
     weight: Any = model.get_output_embeddings().weight
@@ -230,14 +238,14 @@ def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[i
         )
     taps = [hidden_states[k] for k in layers]
     assert all(tap is not None for tap in taps)
-    return torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)  # type: ignore[union-attr]
+    return torch.cat([tap.to(like.device) for tap in taps], dim=-1)  # type: ignore[union-attr]
 
 
 def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Last hidden states (…, H) → the base's logits (…, V): lm_head, then the scale and soft-cap of its config, which
-    models apply outside lm_head."""
+    """Last hidden states (…, H) → the base's logits (…, V), on the same device: lm_head, then the scale and soft-cap of
+    its config, which models apply outside lm_head."""
     lm_head = base.get_output_embeddings()
-    logits = lm_head(hidden.to(lm_head.weight.dtype))
+    logits = lm_head(hidden.to(lm_head.weight.dtype)).to(hidden.device)
     config = text_config(base)
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale

@@ -94,7 +94,7 @@ def beam_search_generate(
         ids, attention_mask=torch.ones_like(ids), custom_generate=partial(_search, penalty=penalty),
         logits_processor=LogitsProcessorList(processors), max_new_tokens=room_for(model, len(prompt), max_gen_len),
         do_sample=False, early_stopping="never", eos_token_id=ends or [-1], pad_token_id=0,
-        return_dict_in_generate=False, **{**NEUTRAL, "num_beams": num_beams},
+        return_dict_in_generate=False, **{**NEUTRAL, "num_beams": num_beams, "stop_strings": None},
     )  # fmt: skip
     found = out[0, start:].tolist()
     text = found[: next((index + 1 for index, token in enumerate(found) if token in ends), len(found))]

@@ -14,6 +14,7 @@ from specheads.compat.debug import BeamPrinter, Printer
 from specheads.compat.plain import checked_id, checked_ids, checked_model, on_device, room_for
 from specheads.compat.processors import whole
 from specheads.compat.romsto import EndTokens, end_tokens
+from specheads.decoding.generation.hf_options import check_prompts
 from specheads.decoding.generation.neutral import NEUTRAL
 from specheads.options import require_number
 
@@ -76,13 +77,13 @@ def beam_search_generate(
     ends = end_tokens(eos_tokens_id, end_tokens_id)
     if pad_token_id is not None:
         ends.append(checked_id("pad_token_id", pad_token_id))
-    whole("num_beams", num_beams)
-    whole("top_k", top_k)
+    num_beams, top_k = whole("num_beams", num_beams), whole("top_k", top_k)
     require_number("min_length", min_length)
     require_number("alpha", alpha)
     if not (min_length > -1 and alpha >= 0):
         raise ValueError(f"min_length={min_length} must be above -1 and alpha={alpha} at least 0")
     ids, penalty, printer = on_device(torch.tensor([prompt]), model), GNMTPenalty(min_length, alpha), None
+    check_prompts(model, ids, images=False)
     apart = bool(model.config.is_encoder_decoder)  # its text begins with the decoder's start token alone
     start = 1 if apart else len(prompt)
     processors: list[LogitsProcessor] = [_FewFollowers(top_k, num_beams, start)]

@@ -114,6 +114,8 @@ def test_bad_beams_are_refused():
     for name in ("min_length", "alpha"):
         with pytest.raises(TypeError, match=f"^{name}='1' must be a number$"):
             beam_search_generate(list(PROMPT), model_of(0), **OPTIONS, **{name: "1"})
+    with pytest.raises(ValueError, match="hold id 4, and the model has embeddings for 0 to 3"):
+        beam_search_generate([1, 4], model_of(0), **OPTIONS)
     for name, bad in (("num_beams", 0), ("top_k", 0), ("min_length", -1), ("alpha", -0.5)):
         with pytest.raises(ValueError, match=name):
             beam_search_generate(list(PROMPT), model_of(0), **OPTIONS, **{name: bad})

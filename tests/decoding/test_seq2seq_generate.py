@@ -145,6 +145,12 @@ PROMPTS = {
 }
 
 
+def test_a_source_of_another_vocabulary_is_refused(pair):
+    for token in (V, -1):
+        with pytest.raises(ValueError, match=f"hold id {token}, and the model has embeddings for 0 to {V - 1}"):
+            specheads.generate(pair[0], torch.tensor([[5, token]]), max_new_tokens=3)
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_decoder_input_ids_are_continued_as_in_transformers(pair, prompt):
     base, small = pair

@@ -33,7 +33,11 @@ def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:
         raise TypeError(
             f"the prompt {shown(prompts)} is text; give its ids: generate(..., **tokenizer(text, return_tensors='pt'))"
         )
-    if prompts is None or base.config.is_encoder_decoder:  # without prompts Hugging Face begins with the BOS token
+    if prompts is None:  # Hugging Face begins with the BOS token
+        return
+    if base.config.is_encoder_decoder:  # whose encoder may read other things than ids
+        if isinstance(prompts, Tensor) and not prompts.is_floating_point():
+            _check_vocabulary(base, prompts, images=images)
         return
     if not isinstance(prompts, Tensor):
         raise TypeError(
@@ -50,6 +54,12 @@ def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:
             f"an empty prompt has nothing to continue: {tuple(prompts.shape)}; give at least one token a row (the BOS "
             "token, say)"
         )
+    _check_vocabulary(base, prompts, images=images)
+
+
+def _check_vocabulary(base: PreTrainedModel, prompts: Tensor, *, images: bool) -> None:
+    if not prompts.numel():
+        return
     weight: Any = base.get_input_embeddings().weight
     least, most = int(prompts.min()), int(prompts.max())
     if least < 0 or (most >= len(weight) > 0 and not images):  # a sharded matrix may be empty here

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from specheads.bench.sweep import tasks
 from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDraftingModel, _Counted, _Recorded
-from specheads.compat.plain import generate_plainly
+from specheads.compat.plain import checked_model, checked_row, generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.generation.recorded import Record, replay
 from specheads.decoding.target.hf_base import vocabulary_size
-from specheads.options import require_whole
+from specheads.options import require_number, require_whole, shown
 
 
 def csd(
@@ -36,15 +36,20 @@ def csd(
     counts; the first reads the prompt and gives a token.
     """
     require_whole("max_length", max_length)
+    require_number("leniency", leniency)
+    checked_row("input_ids", input_ids)
+    if not isinstance(draft_list, Sequence):
+        raise TypeError(f"draft_list={shown(draft_list)} must be a list of models, the largest first")
     drafts = [DraftModel(bare) if isinstance(bare := _bare(draft), PreTrainedModel) else bare for draft in draft_list]
     cascade = Cascade(drafts, k_matrix, leniency=float(leniency))
     if isinstance(target_model, _Recorded):
         output, reviews = _replay(cascade, target_model, initial_input, input_ids, max_length)
     else:
-        target, options = _bare(target_model), dict[str, Any]()
+        target, options = checked_model("target_model", _bare(target_model)), dict[str, Any]()
         ids = input_ids
         if target.config.is_encoder_decoder:
-            ids, options = initial_input, {"decoder_input_ids": input_ids.to(target.device)}
+            ids = checked_row("initial_input", initial_input)
+            options = {"decoder_input_ids": input_ids.to(target.device)}
         out = generate_plainly(target, ids, max_length, drafter=cascade, **options)
         output, reviews = out.sequences, len(out.steps)
     for model, count in zip([target_model, *draft_list], [reviews, *cascade.reviews], strict=True):
@@ -61,7 +66,7 @@ def _replay(
     cascade: Any, target: _Recorded, initial_input: Tensor, input_ids: Tensor, max_length: int
 ) -> tuple[Tensor, int]:
     """input_ids (1, T) followed by the recorded text, and the target's reviews. ValueError for other prompts."""
-    given, prompt = input_ids[0].tolist(), initial_input[0].tolist()
+    given, prompt = input_ids[0].tolist(), checked_row("initial_input", initial_input)[0].tolist()
     text = target.text(prompt)
     if text[: len(given)] != given:
         raise ValueError(f"the text recorded for this prompt begins with {text[:4]}…, not with the ids given")

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TopKLogitsWarper
 
-from specheads.compat.plain import checked_model, generate_plainly
+from specheads.compat.plain import checked_model, checked_row, generate_plainly
 from specheads.compat.processors import top_k_of, whole
 from specheads.decoding.drafters import DraftModel
 from specheads.decoding.planner import SampledTree, chain
-from specheads.options import shown
 
 _MODELS: dict[str, PreTrainedModel] = {}
 
@@ -40,7 +39,7 @@ def generate_draft(
     """
     model = _given("model", model, "drafter")
     out = generate_plainly(
-        model, _checked_row(ids), whole("max_new_tokens", max_new_tokens),
+        model, checked_row("ids", ids), whole("max_new_tokens", max_new_tokens),
         processors=[TopKLogitsWarper(whole("k", k))], do_sample=k > 1, output_logits=True,
     )  # fmt: skip
     return out.sequences, get_topk_probas(torch.stack(out.logits, 1), k)
@@ -59,10 +58,10 @@ def speculative_decode(
     """
     if isinstance(max_tokens, PreTrainedModel):
         raise TypeError("models are keywords: speculative_decode(ids, max_tokens, target=..., drafter=...)")
-    whole("max_tokens", max_tokens), whole("gamma", gamma), whole("k", k)
+    max_tokens, gamma, k = whole("max_tokens", max_tokens), whole("gamma", gamma), whole("k", k)
     target, drafter = _given("target", target, "target"), _given("drafter", drafter, "drafter")
     out = generate_plainly(
-        target, _checked_row(ids), max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1,
+        target, checked_row("ids", ids), max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1,
         drafter=DraftModel(drafter), tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
     )  # fmt: skip
     return out.sequences, sum(step.accepted[0] for step in out.steps)
@@ -73,11 +72,3 @@ def _given(name: str, model: Any, role: str) -> PreTrainedModel:
     if model is None and role not in _MODELS:
         raise ValueError(f"there is no {role} yet: call set_models(target, drafter) once, or give {name}=")
     return _MODELS[role] if model is None else checked_model(name, model)
-
-
-def _checked_row(ids: Any) -> Tensor:
-    """ids, if they are a tensor (1, T). TypeError otherwise."""
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
-        what = f"a tensor {tuple(ids.shape)}" if isinstance(ids, Tensor) else shown(ids)
-        raise TypeError(f"ids must be a tensor (1, T), tokenizer(text, return_tensors='pt').input_ids say, not {what}")
-    return ids

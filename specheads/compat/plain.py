@@ -74,6 +74,16 @@ def checked_ids(name: str, given: Any) -> list[int]:
     return list(ids)
 
 
+def checked_row(name: str, given: Any) -> Tensor:
+    """A prompt given as a tensor (1, T). TypeError for anything else."""
+    if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != 1:
+        what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+        raise TypeError(
+            f"{name} must be a tensor (1, T), tokenizer(text, return_tensors='pt').input_ids say, not {what}"
+        )
+    return given
+
+
 def checked_id(name: str, given: Any) -> int:
     """A token id given as `name`. TypeError for anything else."""
     if not isinstance(given, int) or isinstance(given, bool):

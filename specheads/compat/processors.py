@@ -153,8 +153,8 @@ def number(name: str, value: Any, *, above: float = -math.inf, most: float = mat
 
 
 def whole(name: str, value: Any) -> int:
-    """The value, if it is a whole number of at least 1. TypeError or ValueError otherwise."""
+    """The value as an int, if it is a whole number of at least 1. TypeError or ValueError otherwise."""
     require_whole(name, value)
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
-    return value
+    return int(value)

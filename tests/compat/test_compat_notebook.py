@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -136,6 +137,14 @@ def test_an_offloaded_target_writes_the_same_text(how, k, endless, small, tmp_pa
         assert text[0, len(PROMPT) :].tolist() == endless.plain
         assert compat.beam_search_generate(PROMPT, target, NEW, num_beams=1, eos_tokens_id=[]) == endless.plain
     assert all(p.is_meta for p in target.model.layers[1].parameters())
+
+
+def test_numbers_of_numpy_count_as_numbers(target, small):
+    ids, three = torch.tensor([PROMPT]), numpy.int64(3)
+    torch.manual_seed(0)
+    text = compat.speculative_decode(ids, three, three, three, target=target, drafter=small)[0]
+    torch.manual_seed(0)
+    assert torch.equal(text, compat.speculative_decode(ids, 3, 3, 3, target=target, drafter=small)[0])
 
 
 @pytest.mark.parametrize(

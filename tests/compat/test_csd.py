@@ -72,6 +72,28 @@ def test_a_length_that_is_no_number_is_refused(models):
         compat.csd([drafts[0], MaxGram()], target, IDS, IDS, torch.tensor([[5, 10], [0, 10]]), "40")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft_list": MaxGram()}, "draft_list=MaxGram("), ({"target_model": "llama"}, "target_model='llama' must be"),
+        ({"input_ids": [27, 42]}, "input_ids must be a tensor (1, T)"), ({"leniency": "x"}, "leniency='x' must be a "),
+        ({"input_ids": IDS.repeat(2, 1)}, "not a tensor (2, 6)"),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_bad_arguments_are_refused_in_one_line(models, given, message):
+    target, drafts = models
+    usual = {"draft_list": [drafts[0], MaxGram()], "target_model": target, "initial_input": IDS, "input_ids": IDS}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        compat.csd(**{**usual, "k_matrix": [[5, 10], [0, 10]], **given})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_source_that_is_no_tensor_is_refused(t5):
+    with pytest.raises(TypeError, match=r"^initial_input must be a tensor \(1, T\)"):
+        compat.csd([MaxGram()], t5[0], [27, 42], torch.tensor([[2]]), [[5]])
+
+
 def calls(model):
     """How often the model's forward runs from now on, in a list that grows."""
     seen = []

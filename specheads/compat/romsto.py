@@ -5,6 +5,7 @@ Its README spells the end tokens end_tokens_id, its code eos_tokens_id: all of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from specheads.compat.processors import GreedyProcessor, LogitsProcessor, whole
 from specheads.compat.witness import Witness
 from specheads.decoding.acceptance import Acceptance, Exact, NoResidual
 from specheads.decoding.drafters import DraftModel, NGram, NGramStorage
-from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.path_drafter import Paths
 from specheads.decoding.planner import Plan, SampledTree, chain
 from specheads.options import require_whole, shown
 
@@ -38,7 +40,8 @@ def autoregressive_generate(
 ) -> list[int]:
     """The new ids, up to and including the first of eos_tokens_id. logits_processor: default greedy.
 
-    debug: print each token, as ids without a tokenizer. use_cache has no effect: there is always a cache.
+    debug: print each token, as ids without a tokenizer. use_cache and pad_token_id have no effect: there is always a
+    cache, and nothing is padded.
     """
     return _generate(
         inputs, checked_model("model", model), max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id),
@@ -67,9 +70,9 @@ def speculative_generate(
     count, also those after an end token.
 
     skip_sample_adjustment: the rule `NoResidual`, which is not lossless. debug: print each step's drafts and the
-    target's own token; as ids without a tokenizer. use_cache has no effect: there is always a cache. Nor has
-    first_target: the prefill always gives the first token, which has the same distribution and costs one forward less
-    than drafting it.
+    target's own token; as ids without a tokenizer. use_cache and pad_token_id have no effect: there is always a cache,
+    and nothing is padded. Nor has first_target: the prefill always gives the first token, which has the same
+    distribution and costs one forward less than drafting it.
     """
     target, drafter = checked_model("target", target), checked_model("drafter", drafter)
     whole("gamma", gamma)
@@ -108,14 +111,29 @@ def ngram_assisted_speculative_generate(
         raise TypeError(f"ngramstorage={shown(ngramstorage)} must be a storage: NGramStorage(n=3, vocab_size=...)")
     whole("gamma", gamma)
     require_whole("filler_top_k", filler_top_k)
-    drafter = NGram(
+    drafter = _Learner(
         gamma, storage=ngramstorage, filler_top_k=max(1, filler_top_k), stop_if_unknown=stop_if_unknown,
         reset_between=False,
     )  # fmt: skip
-    return _generate(
+    found, rate = _generate(
         inputs, target, max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id), drafter=drafter,
         debug=debug, tokenizer=tokenizer,
     )  # fmt: skip
+    prompt = checked_ids("inputs", inputs)
+    if target.config.is_encoder_decoder and not drafter.learned:
+        ngramstorage.initialize(prompt)
+    ngramstorage.initialize(found if target.config.is_encoder_decoder else prompt + found, drafter.learned)
+    return found, rate
+
+
+class _Learner(NGram):
+    """learned: how many ids of the text the storage has counted. What the last step emits comes after them."""
+
+    learned = 0
+
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
+        vars(self)["learned"] = len(context.history[0])
+        return super().paths(context, length, rows)
 
 
 # The same functions serve both kinds of models. For an encoder-decoder they return the decoder's start token first, as

@@ -5,6 +5,7 @@ import torch
 
 from specheads import compat
 from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, replayed
+from tests.support.seq2seq_models import tiny_t5
 from tests.support.tiny_models import tiny_llama
 
 
@@ -44,6 +45,20 @@ def test_ngram_text_and_acceptance_are_those_of_a_replay(target, storage):
     assert again == ids and alpha > accepted / drafted, "what was learnt stays from call to call"
     guessing = {**options, "stop_if_unknown": False, "filler_top_k": 3}
     assert compat.ngram_assisted_speculative_generate(PROMPT, storage(3, 97), target, **guessing)[0] == ids
+
+
+@pytest.mark.parametrize("length", [1, 2, NEW])
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_a_storage_learns_the_prompt_and_the_whole_text(target, kind, length):
+    model = target if kind == "decoder" else tiny_t5()
+    given, by_hand = compat.NGramStorage(3, 97), compat.NGramStorage(3, 97)
+    options = {"filler_top_k": 1, "max_gen_len": length, "eos_tokens_id": [], "stop_if_unknown": True}
+    text, _ = compat.ngram_assisted_speculative_generate(PROMPT, given, model, **options)
+    rows = [PROMPT + text] if kind == "decoder" else [PROMPT, text]
+    for row in rows:
+        by_hand.initialize(row)
+    for context in (row[:end] for row in rows for end in range(1, len(row))):
+        assert given.next_token(context) == by_hand.next_token(context), context
 
 
 def test_the_earliest_of_several_end_tokens_ends_the_text(target, small):

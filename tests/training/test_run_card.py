@@ -129,6 +129,21 @@ def test_a_head_that_transformers_copies_into_the_runs_folder_finds_its_base(shi
     assert saved.found == 2
 
 
+def test_no_file_that_a_run_uploads_holds_the_token_of_its_user(shipped, tmp_path, monkeypatch):
+    """transformers pickles the arguments, hub_token among them, beside each checkpoint that it uploads."""
+    uploaded = {}
+    catch_uploads(
+        monkeypatch,
+        lambda folder: uploaded.update({path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}),
+    )
+    trainer = run_beside(
+        shipped, tmp_path / "e3", push_to_hub=True, hub_token="hf_secret", hub_strategy="all_checkpoints"
+    )
+    assert {"training_args.bin", "optimizer.pt", "model.safetensors", "README.md"} <= uploaded.keys()
+    assert not [name for name, content in uploaded.items() if b"hf_secret" in content]
+    assert trainer.args.hub_token == "hf_secret"
+
+
 def test_a_card_cut_short_by_a_full_disk_is_not_taken_for_the_users(run, tmp_path, monkeypatch):
     model, record, path = run.accelerator.unwrap_model(run.model), run.record(), tmp_path / "README.md"
 

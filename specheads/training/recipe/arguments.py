@@ -76,6 +76,10 @@ class SpecTrainingArguments(TrainingArguments):
             if value := getattr(self, name):
                 raise ValueError(f"{name}={value}: it has no effect on a head, whose base is frozen: leave it out")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without tokens of the hub: transformers pickles the arguments into the folder that it uploads."""
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
+
     @property
     def lr_multipliers(self) -> Mapping[str, float]:
         groups = self.head_lr_groups or {}

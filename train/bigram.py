@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, HfArgumentParser
 
 from specheads.data import corpus
 from specheads.data.config import DataConfig
@@ -25,6 +25,7 @@ from specheads.data.rows import tokenize
 from specheads.data.sources import load_dataset_rows
 from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.hub import hub_options
+from specheads.models.base.loading import load_tokenizer
 from specheads_cli.app import refuse_folder
 
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse_folder(Path(options.output), "--output")
         hub = hub_options(options.base)
         vocab_size = AutoConfig.from_pretrained(options.base, **hub).get_text_config(decoder=True).vocab_size
-        table = count_bigrams(token_rows(options, AutoTokenizer.from_pretrained(options.base, **hub)), vocab_size)
+        table = count_bigrams(token_rows(options, load_tokenizer(options.base, **hub)), vocab_size)
         save_bigrams(table, options.output)
     except (ValueError, OSError) as error:
         print(f"train/bigram.py: {' '.join(str(error).split())}", file=sys.stderr)

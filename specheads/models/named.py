@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.drafters import Cascade, Drafter, DraftModel
@@ -16,7 +16,7 @@ from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import hub_options
-from specheads.models.base.loading import load_language_model, placement, refuse_without_config
+from specheads.models.base.loading import load_language_model, load_tokenizer, placement, refuse_without_config
 from specheads.models.base.quantized import quantization
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
@@ -168,7 +168,7 @@ def to_device(model: Any, device: torch.device) -> PreTrainedModel:
 
 
 def tokenizer_of(source: str) -> Any:
-    return AutoTokenizer.from_pretrained(source, **hub_options(source))
+    return load_tokenizer(source, **hub_options(source))
 
 
 def describe_drafter(name: str, drafter: Drafter) -> str:
@@ -189,4 +189,4 @@ def load_with_tokenizer(
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype, **options)
     (model.head if "device_map" in options else model).to(torch_device)
     name = base or model.base.name_or_path
-    return model, AutoTokenizer.from_pretrained(name, **hub_options(name))
+    return model, tokenizer_of(name)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
     set_hf_deepspeed_config,
@@ -20,7 +19,7 @@ from specheads.data.datasets import build_datasets, token_counts
 from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import hub_options
-from specheads.models.base.loading import as_dtype, load_config
+from specheads.models.base.loading import as_dtype, load_config, load_tokenizer
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
@@ -39,7 +38,7 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
     assert recipe.data is not None
     hub = hub_options(recipe.base)
     vocab_size = load_config(recipe.base, **hub).get_text_config(decoder=True).vocab_size
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
+    tokenizer = load_tokenizer(recipe.base, **hub)
     with arguments.main_process_first(desc="reading the data"):
         train, held_out = build_datasets(recipe.data, tokenizer, vocab_size)
     model, collator = build_model(recipe, train), Collator(padding_id(tokenizer))

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -151,6 +152,21 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tm
     assert code == 2 and not out
     assert len(own) == 1 and said.format(**paths) in own[0]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "line", ["generate {bare} --prompt a", "generate {head} --base {bare} --prompt a", "train medusa {rows}",
+             "features medusa {rows} head.draft_vocab_size=null --output {bare}/out"],
+)  # fmt: skip
+def test_a_model_without_a_tokenizer_is_named(line, shipped, tmp_path, capsys):
+    """As model.save_pretrained() alone leaves it."""
+    bare = shutil.copytree(shipped / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("*tokenizer*"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    rows = f"base={bare} data.train={tmp_path}/rows.jsonl training.bf16=false training.output_dir={tmp_path}/out"
+    code, out, err = run(capsys, *shlex.split(line.format(bare=bare, head=shipped / "medusa", rows=rows)))
+    own = [text for text in err.splitlines() if text.startswith("specheads: ")]
+    assert code == 2 and not out and len(own) == 1
+    assert f"{bare} has no tokenizer that can be loaded: save one beside the model" in own[0]
 
 
 def test_debug_shows_the_traceback(shipped, capsys, monkeypatch):

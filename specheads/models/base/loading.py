@@ -1,4 +1,4 @@
-"""Loading a language model by name: which Auto class, in which dtype, on which device."""
+"""Loading a language model and its tokenizer by name: which Auto class, in which dtype, on which device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -19,6 +20,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.hub import record_commit
 from specheads.models.config import SpecConfig
+from specheads.options import reason
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Options of from_pretrained() that say where a model is.
@@ -76,6 +78,17 @@ def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfi
             "MODEL, --drafter or init_from"
         )
     return config
+
+
+def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> Any:
+    """The tokenizer of a model. options: of from_pretrained(). ValueError if it has none, or a damaged one."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} has no tokenizer that can be loaded: save one beside the model with tokenizer.save_pretrained() "
+            f"({reason(error)})"
+        ) from error
 
 
 def refuse_without_config(name: str | os.PathLike[str]) -> None:

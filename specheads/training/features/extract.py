@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
@@ -24,7 +24,7 @@ from specheads.files import remove_unfinished
 from specheads.heads import HEADS
 from specheads.hub import commit_of, hub_options
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.base.loading import load_config
+from specheads.models.base.loading import load_config, load_tokenizer
 from specheads.models.base.quantized import quantization_of
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
@@ -76,7 +76,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
     whole = load_config(recipe.base, **hub)
     config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
+    tokenizer = load_tokenizer(recipe.base, **hub)
     with state.main_process_first():
         datasets = build_datasets(recipe.data, tokenizer, config.vocab_size)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}

@@ -9,10 +9,9 @@ from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from specheads.hub import hub_options
-from specheads.models.base.loading import load_config
+from specheads.models.base.loading import load_config, load_tokenizer
 from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
@@ -29,7 +28,7 @@ def run(options: Options) -> None:
     hub = hub_options(options.base)
     with suppress(OSError):  # an adapter's folder has no config
         load_config(options.base, **hub)  # refuses a draft head
-    tokenizer = AutoTokenizer.from_pretrained(options.base, **hub)
+    tokenizer = load_tokenizer(options.base, **hub)
     file = RowsFile(Path(options.output), stream(options, tokenizer))
     file.require_same(options.deciding)
     # A round holds several batches of each temperature, so that a row that has finished finds another question.

@@ -201,6 +201,19 @@ def test_a_name_that_is_nothing_fails_at_once_where_there_is_no_network(name, me
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
+def test_a_connection_that_breaks_in_a_download_is_one_line(capsys, server, monkeypatch):
+    client = pytest.importorskip("httpx2")  # the errors of requests, as of older clients of the hub, are OSErrors
+
+    def breaks(*args, **options):
+        raise client.RemoteProtocolError("peer closed connection")
+
+    monkeypatch.setattr("specheads.models.formats.files.cached_file", breaks)
+    code, out, err = run(capsys, "generate", "org/there", "--prompt", "a")
+    assert (code, out) == (2, "") and err == (
+        "specheads: the connection to the hub broke (peer closed connection); start the command again\n"
+    )
+
+
 def test_the_hub_is_asked_once_for_a_name_whatever_is_loaded_of_it(capsys, server):
     code, _, err = run(capsys, "generate", "org/nosuch", "--prompt", "a")
     assert code == 2 and err == (

@@ -268,6 +268,10 @@ def test_modules_that_no_head_can_hold_are_refused_with_the_reason(tmp_path, nam
             lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 64, dtype=torch.float8_e4m3fn)}),
             "F8_E4M3|quantised",
         ),
+        (
+            lambda t: t.update({"model.layers.3.enorm.weight": torch.zeros(32, dtype=torch.int32)}),
+            "model.layers.3.enorm.weight is quantised",
+        ),
     ],
 )
 def test_damaged_modules_are_refused(tmp_path, change, message):
@@ -280,6 +284,27 @@ def test_damaged_modules_are_refused(tmp_path, change, message):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         SpecModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "lost", "added", "named"),
+    [
+        ("mimo", "model.mtp_layers.1.input_proj.weight", None, "model.mtp_layers.1.final_layernorm.weight"),
+        ("deepseek_v3, three modules", "model.layers.4.eh_proj.weight", None, "model.layers.4.embed_tokens.weight"),
+        ("qwen3_next", None, "mtp.norm.extra.weight", "mtp.norm.extra.weight"),
+        ("ernie4_5", None, "model.mtp_hidden_gate.0.weight", "model.mtp_hidden_gate.0.weight"),
+    ],
+)
+def test_tensors_of_no_whole_module_are_named(tmp_path, family, lost, added, named):
+    """Modules after one that lacks its projection were left out, and so were unknown tensors beside the layers."""
+    write(tmp_path, family, sharded=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if name != lost}
+    tensors |= {} if added is None else {added: torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f": {named}.* are of no MTP module") as refusal:
+        SpecModel.from_pretrained(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 def test_qwens_layers_that_share_a_projection_are_refused(tmp_path):

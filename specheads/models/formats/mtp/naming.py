@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MOST = 64  # modules of one target
+_MTP = re.compile(r"(^|\.)mtp[._]")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class Naming:
     def all_names(self, names: Collection[str], num_layers: int) -> set[str]:
         """Of `names`, those of any module."""
         return set().union(*(self.names_in(names, num_layers, prefix, _MOST) for prefix in self.prefixes))
+
+    def of_modules(self, names: Collection[str], num_layers: int) -> set[str]:
+        """Of `names`, those that name MTP modules, known to this family or not."""
+        return self.all_names(names, num_layers) | {name for name in names if _MTP.search(name)}
 
     def layer_prefixes(self, k: int, num_layers: int, prefix: str) -> list[str]:
         return [prefix + self._fill(each, k, num_layers) for each in self.layers]

@@ -135,14 +135,20 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         further = naming.layer_prefixes(count, layers, prefix)[0]
         if naming.shared and any(name.startswith(further) for name in files.names):
             raise CheckpointError(f"{files}: its MTP layers share one projection, and heads here have one each")
-        return ModuleFiles(files, naming.names_in(files.names, layers, prefix, count))
+        wanted = naming.names_in(files.names, layers, prefix, count)
+        if others := naming.of_modules(files.names, layers) - wanted:
+            raise CheckpointError(
+                f"{files}: {listing(others)} are of no MTP module that a head here can hold: it lacks its projection "
+                "or norm, or is of another form; copy the checkpoint again"
+            )
+        return ModuleFiles(files, wanted)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config, layers = files.config or {}, text_config(base).num_hidden_layers
         if (modules := find_modules(files, layers)) is None:
             raise CheckpointError(f"{files} holds MTP modules of a target with another number of layers than {layers}")
         naming = modules.naming
-        if coarse := [name for name, t in files.shapes.items() if t.is_floating_point() and t.element_size() < 2]:
+        if coarse := [name for name, t in files.shapes.items() if not (t.is_floating_point() and t.element_size() > 1)]:
             raise CheckpointError(f"{files}: {coarse[0]} is quantised, and heads here are not; take a copy in bfloat16")
         table_ = config_table(text_config(base))
         own = naming.own_names(0, layers, files.names, modules.prefix, bias=True)

@@ -38,6 +38,7 @@ from specheads.models.files import (
     widest_dtype,
 )
 from specheads.models.formats.importing import find_foreign
+from specheads.models.formats.mtp.layer_tensors import WIDE
 from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, read, state_dict_mismatches
 from specheads.options import listing, reason, shortened, shown
 
@@ -218,9 +219,10 @@ def _filled_head(saved: SavedHead, base: PreTrainedModel) -> DraftHead:
     # Copied, since a tensor of a safetensors file is a view of the file, which may be written to later.
     # In one dtype, which layers need: the widest, which holds every value exactly.
     of_head = head_tensors(saved.tensors)
-    dtypes = {True: widest_dtype(of_head.values()), False: None}
+    apart = {name for name, t in of_head.items() if not t.is_floating_point() or name.endswith(WIDE)}
+    dtype = widest_dtype(t for name, t in of_head.items() if name not in apart)
     copies = {
-        name.removeprefix("head."): t.to(device, dtypes[t.is_floating_point()], copy=True)
+        name.removeprefix("head."): t.to(device, None if name in apart else dtype, copy=True)
         for name, t in of_head.items()
     }
     head.load_state_dict(copies, strict=True, assign=True)

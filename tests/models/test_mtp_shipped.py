@@ -67,6 +67,17 @@ def test_a_saved_head_comes_back(shipped, tmp_path, family):
     assert all(map(torch.equal, again.head.state_dict().values(), model.head.state_dict().values()))
 
 
+def test_a_saved_head_comes_back_in_the_dtypes_it_was_saved_in(tmp_path):
+    """The biases that choose experts are in float32 beside bfloat16: all of the head was float32 then."""
+    write(tmp_path / "target", "glm4_moe", dtype=torch.bfloat16)
+    model = SpecModel.from_pretrained(tmp_path / "target", dtype="auto")
+    model.save_pretrained(tmp_path / "head")
+    again = SpecModel.from_pretrained(tmp_path / "head", dtype="auto").head.state_dict()
+    assert {tensor.dtype for tensor in again.values()} == {torch.bfloat16, torch.float32}
+    for name, tensor in model.head.state_dict().items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
+
+
 # --- The same drafts as others make of the files ---
 
 

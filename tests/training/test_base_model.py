@@ -129,6 +129,13 @@ def test_a_run_resumes_from_a_saved_model_with_its_held_out_files(made, library,
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == layers
 
 
+def test_several_processes_are_refused(library, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2 processes were started, and each would write"):
+        train(library, tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+
+
 def test_a_run_into_the_same_folder_keeps_its_held_out_files(library, tmp_path):
     (tmp_path / "held_out.txt").write_text("m30.py\nm31.py\nm32.py\n", "utf8")
     seen = train(library, tmp_path)

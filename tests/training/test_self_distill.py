@@ -369,6 +369,16 @@ def test_a_byte_that_is_not_utf8_is_named_by_its_line(row, folder, tmp_path, cap
     assert f"{tmp_path}/rows.jsonl, line 2: byte 0xe9 at column" in capsys.readouterr().err
 
 
+def test_several_processes_are_refused(make, tmp_path, monkeypatch, capsys):
+    """Each would write every line: the file had them all twice."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AssertionError):
+        make([{"messages": messages(*CHATS[1])}])
+    said = capsys.readouterr().err
+    assert said.startswith("train/self_distill.py: 2 processes were started") and said.count("\n") == 1
+    assert not (tmp_path / "own.jsonl").exists()
+
+
 def test_a_chat_without_a_template_is_refused(folder, tmp_path, capsys, cache_in_tmp):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None

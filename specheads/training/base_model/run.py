@@ -24,6 +24,7 @@ from specheads.files import replacing
 from specheads.models.base.loading import load_config
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.parts import build_model, build_optimizers, encode, load_teacher, train_tokenizer
+from specheads.training.distributed.launch import refuse_several
 
 RESUME, HELD_OUT = "resume.pt", "held_out.txt"
 RECORD = "training.json"  # written when the model has been
@@ -221,6 +222,7 @@ def train(
     say: takes a line at the start and at the end; tell: takes the share done and a line every 50 steps (default: say).
     Raises ValueError or OSError for options that contradict one another, or files that are missing or wrong.
     """
+    refuse_several()
     torch.manual_seed(options.seed)
     out = Path(options.output_dir)
     out.mkdir(parents=True, exist_ok=True)

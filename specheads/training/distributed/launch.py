@@ -76,6 +76,15 @@ def check(asked: LaunchConfig, processes: int, distributed: str | None = None) -
             )
 
 
+def refuse_several() -> None:
+    """ValueError under a launcher of several processes, for what is written by one."""
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"{processes} processes were started, and each would write all of the output to the same files: this runs "
+            "in one process, without a launcher"
+        )
+
+
 def _hint(request: LaunchConfig) -> str:
     if (request.distributed or "").startswith("fsdp"):
         return ": FSDP needs one GPU a process; on CPUs use `specheads recipes accelerate/cpu`"

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from specheads.hub import hub_options
 from specheads.models.base.loading import load_config, load_tokenizer
+from specheads.training.distributed.launch import refuse_several
 from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
@@ -22,6 +23,7 @@ BATCHES = 4  # of each temperature in a round; a run that is stopped loses a rou
 
 def run(options: Options) -> None:
     """Write the rows, or resume. Raises ValueError, OSError or ImportError; rows written before are safe."""
+    refuse_several()
     if options.server:
         from specheads.training.self_distill import served  # needs openai, an optional package
 

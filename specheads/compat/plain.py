@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from specheads.compat.processors import whole
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.neutral import NEUTRAL
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.options import shown
 
@@ -37,8 +38,8 @@ def generate_plainly(
 
 
 def on_device(ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """ids on the model's device; unchanged for a model that is offloaded as a whole, whose hooks move them."""
-    return ids if model.device.type == "meta" else ids.to(model.device)
+    """ids where the model takes them."""
+    return ids.to(input_device(model))
 
 
 def room_for(model: PreTrainedModel, prompt_length: int, max_gen_len: int) -> int:

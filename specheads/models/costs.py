@@ -13,6 +13,7 @@ from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.planner.by_cost import CostKey, CostTable, costs_dir
 from specheads.decoding.planner.by_cost.cost_file import digest
 from specheads.decoding.planner.by_cost.device import device_name
+from specheads.decoding.target.arguments import input_device
 from specheads.heads import DraftHead
 from specheads.models.base.fingerprint import fingerprint_base
 
@@ -22,12 +23,11 @@ _digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 def cost_key(base: PreTrainedModel, head: DraftHead | None, *, compiled: bool = False) -> CostKey:
     if base not in _digests:
         _digests[base] = digest(fingerprint_base(base))
-    weight: Any = base.get_input_embeddings().weight
     dtype = str(base.dtype).removeprefix("torch.")
     return CostKey(
         _digests[base],
         head_digest(None if head is None else head.config.to_dict()),
-        device_name(weight.device),
+        device_name(input_device(base)),
         dtype,
         compiled,
     )

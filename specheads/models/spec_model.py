@@ -20,6 +20,7 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.hf_base import logits_of
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
@@ -76,7 +77,7 @@ class SpecModel(PreTrainedModel):
 
     @property
     def device(self) -> torch.device:
-        return self.base.device
+        return input_device(self.base)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -21,6 +21,7 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.seq2seq import decoder_start
@@ -86,7 +87,7 @@ def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int,
     generation config."""
     outputs, start = {}, decoder_start(base) if base.config.is_encoder_decoder else None
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=base.device)
+        ids = torch.tensor([list(prompt)], device=input_device(base))
         given = {**options, "max_new_tokens": length, "do_sample": False}
         out = generate(base, ids, attention_mask=torch.ones_like(ids), **given)
         outputs[tuple(prompt)] = tuple(cast(Tensor, out)[0, len(prompt) if start is None else 1 :].tolist())

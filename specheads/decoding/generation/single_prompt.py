@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.generation.generate import through_front_door
 from specheads.decoding.generation.stopping import Stopping
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 
 
@@ -58,7 +59,7 @@ def prepare(base: PreTrainedModel, index: int, ids: list[int], options: Mapping[
             bool(generation_config.do_sample), model_inputs(base, input_ids, mask, None, model_kwargs), encoded,
         )  # fmt: skip
 
-    tensor = torch.tensor([ids], device=base.device)
+    tensor = torch.tensor([ids], device=input_device(base))
     try:
         return through_front_door(base, capture, tensor, attention_mask=torch.ones_like(tensor), **options)
     except ValueError as error:

@@ -18,6 +18,7 @@ from specheads.decoding.generation.single_prompt import SinglePrompt
 from specheads.decoding.loop import Step
 from specheads.decoding.probs.row_sampler import RowSampler
 from specheads.decoding.refill import NewRows
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.seq2seq import Source
 
 
@@ -61,7 +62,7 @@ class SlotDecoder:
 
         waiting: prompts that take the rows of finished ones; None: such rows idle.
         """
-        first, device = prompts[0], self.decoding.base.device
+        first, device = prompts[0], input_device(self.decoding.base)
         slots = [Slot(prompt) for prompt in prompts]
         sampler = RowSampler(
             [one.processors for one in prompts], [one.index for one in prompts], do_sample=first.do_sample,

@@ -1,9 +1,11 @@
-"""What a model's forward() takes: the names of its arguments, and what it calls its cache."""
+"""What a model's forward() takes: the names of its arguments, what it calls its cache, and on which device."""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
@@ -29,3 +31,11 @@ def cache_argument(base: PreTrainedModel) -> str:
     """The name under which forward() takes its cache, and generate() too."""
     names = forward_arguments(base)
     return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
+
+
+def input_device(base: PreTrainedModel) -> torch.device:
+    """Where a base takes its ids, and gives its outputs, which one that is spread over devices sends back there."""
+    embeddings: Any = base.get_input_embeddings()
+    # An offloaded layer has its weight on meta between its calls, and a hook that knows where it computes.
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device(embeddings.weight.device if device is None else device)

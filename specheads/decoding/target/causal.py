@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.arguments import cache_argument, forward_arguments
+from specheads.decoding.target.arguments import cache_argument, forward_arguments, input_device
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.grouped_attention import grouped_heads
@@ -68,7 +68,7 @@ class Target(Verifier):
         self.config = text_config(base)
         self.reach = layer_reach(self.config)
         self.embed: Any = base.get_input_embeddings()  # tokens (…) → (…, H)
-        self.device = self.embed.weight.device
+        self.device = input_device(base)
         self.mask_dict = takes_mask_dict(base)
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments
+from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments, input_device
 from specheads.decoding.target.cache import Reach
 from specheads.decoding.target.recurrent_modules import UnsupportedState, recurrent_modules, trying
 
@@ -161,14 +161,6 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
             raise UnsupportedModel(str(error)) from None
 
 
-def input_device(base: PreTrainedModel) -> torch.device:
-    """Where a base takes its ids, and gives its outputs, which one that is spread over devices sends back there."""
-    embeddings: Any = base.get_input_embeddings()
-    # An offloaded layer has its weight on meta between its calls, and a hook that knows where it computes.
-    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return torch.device(embeddings.weight.device if device is None else device)
-
-
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, how many logits the model has for a token."""
     weight: Any = model.get_output_embeddings().weight
@@ -204,8 +196,8 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
             reach = layer_reach(text_config(base))
             taken = "" not in reach
             if taken:
-                mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=base.device)
-                ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+                mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=input_device(base))
+                ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(base))
                 masks = dict.fromkeys(RECURRENT) | dict.fromkeys(reach, mask)
                 try:
                     with torch.no_grad(), without_dropout(base):

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.arguments import cache_argument
+from specheads.decoding.target.arguments import cache_argument, input_device
 
 logger = hf_logging.get_logger(__name__)
 
@@ -82,8 +82,8 @@ def rope_switch(base: PreTrainedModel, config: Any, columns: int, padded: int) -
 def _rereads(base: PreTrainedModel, boundary: int) -> bool:
     """Does the model drop its cache at the first token past the boundary? Asked with a cache of that length."""
     prepare: Any = base.prepare_inputs_for_generation
-    ids = torch.zeros(1, boundary + 1, dtype=torch.long, device=base.device)
-    cache, states = DynamicCache(), torch.zeros(1, 1, boundary, 1, device=base.device)
+    ids = torch.zeros(1, boundary + 1, dtype=torch.long, device=input_device(base))
+    cache, states = DynamicCache(), torch.zeros(1, 1, boundary, 1)
     cache.update(states, states, 0)
     name = cache_argument(base)
     prepared = prepare(ids, next_sequence_length=1, is_first_iteration=False, use_cache=True, **{name: cache})

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
-from specheads.decoding.target.arguments import CACHE_NAMES, cache_argument, forward_arguments
+from specheads.decoding.target.arguments import CACHE_NAMES, cache_argument, forward_arguments, input_device
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import UnsupportedModel, text_config, vocabulary_size
 from specheads.decoding.target.model_inputs import ModelInputs
@@ -45,7 +45,7 @@ class Source:
     def encode(cls, base: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Source:
         """Run the encoder of `base` once, over rows of ids, none empty. Ids past its vocabulary become its last id."""
         weight: Any = base.get_input_embeddings().weight
-        width, device = max(map(len, rows)), weight.device
+        width, device = max(map(len, rows)), input_device(base)
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         encoder: Any = base.get_encoder()
@@ -225,7 +225,7 @@ class Seq2SeqTarget(Verifier):
             logits[batch_rows] = group_logits
         if logits is None:
             weight: Any = self.base.get_output_embeddings().weight
-            logits = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype, device=weight.device)
+            logits = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype, device=ids.device)
         return logits
 
     def _pass(self, ids: Tensor, start: list[int], rows: list[int]) -> Tensor:

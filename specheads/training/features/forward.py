@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.hf_base import decoder_of
 from specheads.heads.layers.block import decoder_layers
 from specheads.losses.teacher import Teacher, tap_base
@@ -34,7 +35,7 @@ class Forward:
         return features, teacher if self.needs_teacher else None
 
     def _stopping_agrees(self) -> bool:
-        ids = torch.arange(4, device=self.base.get_input_embeddings().weight.device).unsqueeze(0)
+        ids = torch.arange(4, device=input_device(self.base)).unsqueeze(0)
         inputs = (ids, torch.ones_like(ids), ids)
         try:
             with torch.no_grad():

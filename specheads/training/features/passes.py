@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
+from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.hf_base import text_config
 from specheads.losses.chunked import rows_of_chunk
 from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask
@@ -43,7 +44,7 @@ class FeaturePasses:
 
     @torch.no_grad()
     def _pass(self, rows: Sequence[dict[str, list[int]]]) -> Iterator[dict[str, Tensor]]:
-        batch = {name: t.to(self.base.device) for name, t in self.collator(rows).items()}
+        batch = {name: t.to(input_device(self.base)) for name, t in self.collator(rows).items()}
         documents, positions = batch["document_ids"], batch["position_ids"]
         packed = bool((documents > 1).any())
         mask = packed_mask(self.base, documents, positions) if packed else batch["attention_mask"]

@@ -347,6 +347,7 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
             "eagle3 is a draft head, not a",
         ),
         ([{"prompt": "a"}], "--output {tmp}", "is a folder: give a file"),
+        ([{"prompt": "a"}], "--output {tmp}/rows.jsonl/own.jsonl", "is a file, and nothing can be written below it"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(

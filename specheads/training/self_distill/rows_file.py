@@ -14,6 +14,7 @@ from typing import Any
 
 from specheads.data.rows import Row
 from specheads.files import replacing
+from specheads.models.files import refuse_below_file
 from specheads.training.self_distill.questions import Ask, Stream
 
 SAME = "the same line is there already"
@@ -47,6 +48,7 @@ class RowsFile:
         questions; else keep these beside the rows."""
         if self.path.is_dir():
             raise ValueError(f"--output {self.path} is a folder: give a file")
+        refuse_below_file(self.path)
         options = {**options, "questions": self.stream.mark}
         if self.path.is_file() and self.path.stat().st_size:
             if not self.options_path.exists():

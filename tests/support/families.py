@@ -158,7 +158,8 @@ LENGTH_DEPENDENT = {
 }  # fmt: skip
 # Than transformers 5.17, the lowest version that is served; all but the first two are of 5.24.
 NEWER = (
-    "BailingHybridConfig", "BeamConfig", "Apertus1p5TextConfig", "DoryConfig", "LaraMiniConfig", "SarvamMoEConfig",
+    "BailingHybridConfig", "BeamConfig", "Apertus1p5TextConfig", "DoryConfig", "LaraMiniConfig", "Lfm3Config",
+    "SarvamMoEConfig",
 )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
 from specheads.version import __version__ as __version__
 
-# Imported when first asked for: decoding needs neither the Trainer nor datasets, nor other toolkits' names.
+# Imported on first use: decoding needs neither the Trainer nor datasets, nor other toolkits' names.
 _LAZY = {
     "Collator": "data.batches", "DataConfig": "data.config", "build_datasets": "data.datasets",
     "token_counts": "data.datasets",

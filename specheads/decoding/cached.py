@@ -22,5 +22,5 @@ class cached_property(Generic[T]):
         if instance is None:
             return self
         value = self.make(instance)
-        instance.__dict__[self.name] = value  # found from now on before this is asked
+        instance.__dict__[self.name] = value  # from now on found before this descriptor
         return value

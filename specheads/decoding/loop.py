@@ -33,15 +33,15 @@ from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
 
-# For benchmarks: called with the name of each part of the loop when that part ends: "prefill", also that of prompts in
-# the rows of others, then in every step "other", "draft", "verify" and "accept" (compiled, accepting is part of
-# "verify", or all of "step"). None, the default, costs one look-up a step.
+# For benchmarks: called with the name of each part of the loop when that part ends: "prefill" (refills included), then
+# in every step "other", "draft", "verify" and "accept" (compiled, accepting is part of "verify", or the whole step is
+# one part, "step"). None, the default, costs one look-up a step.
 part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave. Step 0 is the prefill: one token a row, nothing drafted.
+    """The result of one step. Step 0 is the prefill: one token a row, nothing drafted.
 
     tokens: per row the tokens gained (none for a finished row); accepted: per row how many of them were drafted;
     ranks: per row the rank of each accepted token among its siblings; drafted: per row the nodes below the root;
@@ -82,22 +82,22 @@ def decode(
     refill: Refill | None = None,
     compiled: CompiledSteps | None = None,
 ) -> Iterator[Step]:
-    """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
+    """Generate from prompts ids (B, T), packed left, of lengths (B,). Yields one Step at a time until all rows stop.
 
     drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new. It returns how many of those to keep,
-    or a negative number if the row continues. eos: ids that always end a row. Nothing is drafted past max_new_tokens,
-    one number or one a row, and no logits processor is asked what follows that limit or an end. inputs: what the model
-    takes besides ids. refill: asked between steps for prompts that take the place of finished rows; they give a Step of
-    their own, with their first tokens. The drafter must be `refillable`, and the base's positions the same at any
-    length. compiled: what compiles the steps; it takes a target made with static=True.
+    or a negative number if the row continues. eos: ids that always end a row. max_new_tokens: one number, or one a row;
+    nothing is drafted past it, and logits processors do not run past it or past an end. inputs: what the model takes
+    besides ids. refill: called between steps for new prompts to replace finished rows; their first tokens come in a
+    Step of their own. It needs a `refillable` drafter and a base whose positions do not depend on the length.
+    compiled: what compiles the steps; it needs a target made with static=True.
     """
     drafter = None if drafter is None else with_defaults(drafter)
     limits = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     loop = _Loop(target, drafter, plan, sampler, accept, stop, limits, eos, keep_scores, keep_divergences, compiled)
     yield loop.prefill(ids, lengths, inputs)
     if refill is not None:
-        target.switch = None  # no text of a refilled batch gets to where positions change
+        target.switch = None  # no text of a refilled batch reaches the length at which positions change
     while True:
         finished = [row for row, runs in enumerate(loop.running) if not runs]
         if refill is not None and finished and (new := refill(finished)) is not None:
@@ -110,12 +110,12 @@ def decode(
 
 @dataclass
 class _Loop:
-    """One call of decode(): its parts as given there, and the state between its steps, which prefill() makes.
+    """One call of decode(): its arguments, and the state between its steps, which prefill() makes.
 
     limits, row_limits (B,): the most new tokens of each row, on the host and on the device. running: the rows that have
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
-    tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: of processors that may
-    keep state, None if nothing is drafted.
+    tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: notices logits
+    processors that keep state, None if nothing is drafted.
     """
 
     target: Verifier
@@ -179,7 +179,7 @@ class _Loop:
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
     def refill(self, new: NewRows) -> Step:
-        """Step 0 of new prompts, in rows that have finished."""
+        """Step 0 of new prompts, which replace finished rows."""
         began = time.perf_counter()
         batch, rows = len(self.running), self.context.root.new_tensor(new.rows)
         out = self.target.refill(rows, new.ids, new.lengths, room=new.limits)
@@ -212,12 +212,12 @@ class _Loop:
         )  # fmt: skip
 
     def step(self, *, others_wait: bool) -> Step:
-        """One step of all rows that run. others_wait: may a new prompt take the place of the next row to finish?"""
+        """One step of all running rows. others_wait: may a new prompt replace the next row that finishes?"""
         began, end_part = time.perf_counter(), part_timer.get() or no_timer
         schedule = schedule_step(self.target, self.plan, self.running, self.context.history, self.prompts, self.limits)
         self.context = replace(self.context, remaining=schedule.remaining, others_wait=others_wait)
         self.context.prepare()
-        if schedule.active != self.active_rows:  # it changes when a row ends, and a copy from the host makes it wait
+        if schedule.active != self.active_rows:  # copied only when a row ends: the host waits for each copy
             self.active_rows = schedule.active
             self.active = torch.tensor(schedule.active, device=self.context.root.device)
         active = self.active
@@ -254,7 +254,7 @@ class _Loop:
         if self.watch and self.watch.waiting:
             plan = NoDraft(plan)
         self.sampler.begin(DRAFT, self.count)
-        tree = self.drafter.propose(self.context, self.sampler, plan)  # an idle drafter still reads the text
+        tree = self.drafter.propose(self.context, self.sampler, plan)  # under NoDraft it still reads the text
         if isinstance(plan, NoDraft):
             return DraftTree.root_only(self.context.root)
         if self.accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
@@ -263,7 +263,7 @@ class _Loop:
         return tree if by_target_alone else cut_past_limits(tree, schedule.remaining)
 
     def judge(self, tree: DraftTree, logits: Tensor, schedule: StepSchedule) -> Verdict:
-        """What the rule accepts of the tree."""
+        """The rule's verdict on the tree."""
         self.sampler.begin(ACCEPT, self.count)
         verdict = walk(
             tree, logits, self.accept, self.sampler, self.context.history,
@@ -288,7 +288,7 @@ class _Loop:
         return self.sampler.token_numbers(self.count, depth + 1, most)
 
     def transfer(self, advance: Advance) -> _Gain:
-        """The step's only transfer to the host, which adds what was gained to the text."""
+        """The step's only transfer to the host; appends the gained tokens to the text."""
         rows, width = advance.columns.tolist(), advance.following.shape[1]
         require_finite(all(row[-3] for row in rows))
         gain = _Gain(
@@ -303,10 +303,10 @@ class _Loop:
     def report(
         self, tree: DraftTree | None, verdict: Verdict | None, schedule: StepSchedule, gain: _Gain, began: float
     ) -> Step:
-        """The Step for the caller: what was gained up to where each row stops. Scores and divergences, where they are
-        wanted, are those of the verdict."""
+        """The Step for the caller: what each row gained up to where it stops, with the verdict's scores and divergences
+        if they are wanted."""
         tokens = self.apply_stop(gain.tokens)
-        # The last token a row may gain is the target's own, also where the other rows made its draft as long.
+        # The last token a row may gain is the target's own, even if longer rows made its draft reach that far.
         most = [max(0, min(len(row), room) - 1) for row, room in zip(gain.tokens, schedule.remaining, strict=True)]
         accepted = [min(count, len(kept)) for count, kept in zip(most, tokens, strict=True)]
         ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
@@ -331,7 +331,7 @@ class _Loop:
 
     @property
     def room(self) -> int | list[int]:
-        """The most new tokens: of every row, or of each where they differ."""
+        """The most new tokens: one number for all rows, or one a row if they differ."""
         return self.limits[0] if len(set(self.limits)) == 1 else self.limits
 
     @property
@@ -350,7 +350,7 @@ class _Gain:
 
 
 def no_timer(part: str) -> None:
-    """Nobody asked how long a part took."""
+    """The part timer of a loop that nobody times."""
 
 
 def require_finite(finite: bool) -> None:

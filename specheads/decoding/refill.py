@@ -1,4 +1,4 @@
-"""New prompts in the rows of a batch that have finished, between two steps.
+"""Replacing the finished rows of a batch by new prompts, between two steps.
 
 Shapes: B batch rows, R of them refilled, T prompt columns, P positions of a context, F features.
 """
@@ -17,9 +17,9 @@ from specheads.decoding.drafters.base import Context
 
 @dataclass(frozen=True)
 class NewRows:
-    """Prompts that take the place of batch rows `rows`: ids (R, T), packed left, of lengths (R,).
+    """Prompts that replace the batch rows `rows`: ids (R, T), packed left, of lengths (R,).
 
-    limits: the most new tokens of each. seeds: of each, if anything is random.
+    limits: the most new tokens of each. seeds: one each, if anything is random.
     """
 
     rows: list[int]
@@ -29,12 +29,12 @@ class NewRows:
     seeds: list[int] | None = None
 
 
-# The rows that have finished → what takes the place of some of them; None if nothing does.
+# Finished rows → the prompts that replace some of them; None if no prompt is left.
 Refill = Callable[[list[int]], NewRows | None]
 
 
 def only_last_position(context: Context) -> Context:
-    """The context of prompts of which all but the last position has been read."""
+    """The context of prompts that have been read up to their last position."""
     return replace(
         context,
         features=context.newest(context.features).unsqueeze(1),
@@ -45,7 +45,7 @@ def only_last_position(context: Context) -> Context:
 
 
 def split_prompt(context: Context, columns: int) -> tuple[Context, Context]:
-    """The context of prompts in two: of all but each row's last position, and of the last alone, in so many columns."""
+    """Split the context of prompts: all but each row's last position, and the last alone, padded to `columns`."""
     others = replace(context, new=context.new - 1, last=(context.last - 1).clamp(min=0))
     last = only_last_position(context)
     features, following = (_pad_columns(values, columns) for values in (last.features, last.following))
@@ -53,7 +53,7 @@ def split_prompt(context: Context, columns: int) -> tuple[Context, Context]:
 
 
 def replace_rows(context: Context, rows: Sequence[int], prompts: Context) -> Context:
-    """The context in which the rows of `prompts` have taken the place of `rows`; its history changes in place."""
+    """The context with `rows` replaced by the rows of `prompts`; its history changes in place."""
     for row, ids in zip(rows, prompts.history, strict=True):
         context.history[row] = ids
     index = context.root.new_tensor(rows)

@@ -1,4 +1,4 @@
-"""Registry: classes by name, and the one little language that writes their objects as text: `fuzzy:js:0.2:k=5`."""
+"""Registry: classes by name, and the one syntax that writes their objects as text: `fuzzy:js:0.2:k=5`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from specheads.options import nearest, refuse_unknown
 
-E = TypeVar("E")  # what the entries of a registry are
+E = TypeVar("E")  # the type of a registry's entries
 _NOUNS = {int: "a whole number", float: "a number"}
 
 
@@ -21,12 +21,12 @@ class Registry(dict[str, E]):
 
     A text is NAME, then values, each after a colon: VALUE for the next positional option, KEY=VALUE for any.
     An option's annotation says how its value is read. A Path comes first and takes the rest of the text; a tuple takes
-    all values that are left. Positional options: the entry's `positional`; without it all, in order, up to a tuple.
-    Where an entry has a classmethod `from_text`, its parameters are the options; **options there adds the class's own.
-    A keyword-only parameter is no option: the caller of `build` gives it.
+    all remaining values. Positional options: the entry's `positional`; without it all, in order, up to a tuple.
+    If an entry has a classmethod `from_text`, its parameters are the options; **options there adds the class's own.
+    A keyword-only parameter is no option: the caller of `build` supplies it.
 
-    what: the kind of entry, in messages. option: that takes the texts. commas: they separate values as colons do.
-    old_names: older name → name.
+    what: the kind of entry, for messages. option: the option or argument that takes the texts. commas: do commas
+    separate values as colons do? old_names: older name → name.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Registry(dict[str, E]):
         self.old_names = dict(old_names or {})
 
     def build(self, text: str, **context: Any) -> Any:
-        """The object the text names. context: keyword-only parameters, of which an entry gets those it has.
+        """The object the text names. context: values for keyword-only parameters; an entry gets those it takes.
 
-        ValueError, in one line that quotes the text, for one that names none.
+        ValueError, one line that quotes the text, if it names none.
         """
         return self.make(text, *self.parse(text), **context)
 
     def parse(self, text: str) -> tuple[str, dict[str, str]]:
-        """The name of the text's entry, and its options as they are written. ValueError as `build`."""
+        """The name of the text's entry, and its options as they are written. ValueError as in `build`."""
         given, _, rest = text.partition(":")
         given = given.strip().lower()
         name = self.old_names.get(given, given)
@@ -70,7 +70,7 @@ class Registry(dict[str, E]):
         return name, options
 
     def make(self, text: str, name: str, options: Mapping[str, str], **context: Any) -> Any:
-        """The object of entry `name` with these options, as `parse` gives both. ValueError as `build`."""
+        """The object of entry `name` with these options, both as `parse` returns them. ValueError as in `build`."""
         entry = self[name]
         kinds = option_types(entry)
         try:
@@ -86,7 +86,7 @@ class Registry(dict[str, E]):
             raise ValueError(f"{self.option} {text!r}: {error}") from error
 
     def write(self, value: Any) -> str:
-        """The shortest text that `build` makes an equal object of, which is of an entry that is a class."""
+        """The shortest text from which `build` makes an equal object. Only for entries that are classes."""
         name = next((name for name, entry in self.items() if entry is type(value)), None)
         if name is None:
             raise ValueError(f"{type(value).__name__} is not a registered {self.what}; {self.expected}")
@@ -119,14 +119,14 @@ class Registry(dict[str, E]):
 
 
 def option_types(entry: Any) -> dict[str, Any]:
-    """What an entry's options are read as, by name: bool, int, float, str, Path or, of whole numbers, tuple."""
+    """The type each option of an entry is read as: bool, int, float, str, Path, or tuple for whole numbers."""
     hints = typing.get_type_hints(entry) | typing.get_type_hints(_maker(entry))
     kinds = {key: _kind(hints.get(key, str)) for key in _parameters(entry)}
     return {key: kind for key, kind in kinds.items() if kind is not None}
 
 
 def positional(entry: Any) -> tuple[str, ...]:
-    """The options that may be written without their name, in this order."""
+    """The options that may be written without their names, in order."""
     own: Iterable[str] | None = getattr(entry, "positional", None)
     if own is not None:
         return tuple(own)
@@ -148,7 +148,7 @@ def _parameters(entry: Any) -> dict[str, inspect.Parameter]:
 
 
 def _kind(hint: Any) -> Any:
-    """The type that texts of this annotation are read as; None where it is none of those."""
+    """The type an option with this annotation is read as; None if it is none of those of `option_types`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return next((kind for one in typing.get_args(hint) if (kind := _kind(one)) is not None), None)
     if typing.get_origin(hint) is tuple:

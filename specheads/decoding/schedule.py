@@ -20,7 +20,7 @@ from specheads.decoding.tree import DraftTree
 @dataclass(frozen=True)
 class StepSchedule:
     """remaining: how many tokens each row may gain after its root, 0 once it has finished. active: the rows that take
-    part. plan: how the trees grow, None where no drafter is asked."""
+    part. plan: how the trees grow, None if the drafter is not called."""
 
     remaining: list[int]
     active: list[bool]
@@ -38,7 +38,7 @@ def schedule_step(
     """The schedule of the next step. history: each row's ids, root included; prompts: the ids it began with; limits:
     the most new tokens of each.
 
-    Trees are no deeper than the longest remaining text, and choose their nodes within each row's own. None is drafted
+    Trees are no deeper than the longest remaining text, and each row's nodes stay within its own. Nothing is drafted
     where a base whose positions depend on the length could not verify it.
     """
     gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
@@ -63,7 +63,7 @@ def schedule_step(
 
 
 def limit_rows(plan: Plan, remaining: Sequence[int]) -> Plan:
-    """`plan`, in which no row drafts past its own limit, and a row that has finished nothing. remaining: as in
+    """`plan`, except that no row drafts past its own limit and finished rows draft nothing. remaining: as in
     `StepSchedule`."""
     return LimitRows(plan, tuple(max(0, room - 1) for room in remaining))
 
@@ -74,15 +74,15 @@ def fit_length(row: list[int], length: int) -> list[int]:
 
 
 def cut_past_limits(tree: DraftTree, remaining: Sequence[int]) -> DraftTree:
-    """The tree without what a row would draft past its own limit, however far other rows may draft.
+    """The tree without the nodes past each row's own limit, however far other rows may draft.
 
-    So a row is judged as by itself where its drafts decide its text. remaining: as in `StepSchedule`.
+    So where drafts influence the text, a row is judged as if it were alone. remaining: as in `StepSchedule`.
     """
     return tree.cut([room - 1 if room else tree.max_depth for room in remaining])
 
 
 def end_mask(tree: DraftTree, end_ids: Tensor, remaining: list[int]) -> Tensor:
-    """(B, N) the nodes that nothing follows: one of end_ids (E,), the last token a row may gain, or any node below.
+    """(B, N) bool, the nodes that nothing may follow: an id of end_ids (E,), a row's last token, and all below them.
 
     remaining: as in `StepSchedule`.
     """

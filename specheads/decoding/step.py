@@ -1,4 +1,4 @@
-"""One step on the device: what follows a draft, and the whole of it, as functions that torch.compile can take.
+"""One step on the device, whole or from the draft on, as functions that torch.compile can trace.
 
 Shapes: B batch rows, N tree nodes, P = depth of the tree + 1, V vocabulary, K top tokens.
 """
@@ -27,8 +27,8 @@ def whole_step(
 ) -> Advance:  # fmt: skip
     """Draft, verify, judge and commit. numbers (B, P) as in `TargetProbs`, active (B,) bool.
 
-    Where drafts decide the text: count (B,) as in `step_after_draft`, and limits (B,), the most tokens of each row. No
-    draft past them is judged.
+    Given where drafts influence the text: count (B,) as in `step_after_draft`, and limits (B,), the most tokens of
+    each row; drafts past them are not judged.
     """
     if drafter is None or plan is None:
         tree = DraftTree.root_only(context.root)
@@ -45,8 +45,8 @@ def step_after_draft(
     target: Verifier, accept: Acceptance, sampler: Sampler, root: Tensor, tree: DraftTree, numbers: Tensor | None,
     active: Tensor, num_top: int, count: Tensor | None = None,
 ) -> Advance:  # fmt: skip
-    """Verify, judge and commit a drafted tree. count (B,): each row's new tokens so far, where the rule draws numbers
-    by them."""
+    """Verify, judge and commit a drafted tree. count (B,): each row's new tokens so far, given if the rule draws
+    random numbers, which depend on it."""
     out = target.verify(tree)
     if count is not None and sampler.do_sample:
         sampler.begin(ACCEPT, count)
@@ -67,10 +67,10 @@ def hold_inactive(verdict: Verdict, root: Tensor, active: Tensor) -> Verdict:
 def commit(
     target: Verifier, sampler: Sampler, tree: DraftTree, out: TargetOutput, verdict: Verdict, num_top: int
 ) -> Advance:
-    """Add the accepted tokens to the target's cache; what the next step and the host need of this one."""
+    """Add the accepted tokens to the target's cache → what the next step and the host need."""
     path, topology, following = verdict.path, tree.topology, verdict.following(tree)
     target.commit(path, verdict.length)
-    # Of a row of logits with a NaN the argmax is a NaN too, so what is emitted shows it without reading the row.
+    # argmax picks a NaN if there is one, so the emitted token's logit shows it and the other logits need not be read.
     emitted = out.logits.flatten(1).gather(1, path * out.logits.shape[-1] + following)
     unread = torch.arange(path.shape[1], device=path.device) >= verdict.length.unsqueeze(1)
     valid = sampler.finite.to(path.device) & (unread | ~emitted.isnan()).all()
@@ -85,5 +85,5 @@ def commit(
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor | None:
-    """(B, N, V) → the ids (B, N, count) of the largest, best first; None for none."""
+    """(B, N, V) → the ids (B, N, count) of the largest logits, best first; None if count is 0."""
     return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None

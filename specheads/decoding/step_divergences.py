@@ -1,4 +1,4 @@
-"""What a Step says of the divergences between draft and target, and of the tree they belong to.
+"""The divergences between draft and target that a Step reports, and the tree they belong to.
 
 Shapes: B batch rows, N tree nodes.
 """
@@ -12,7 +12,7 @@ import torch
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.tree import DraftTree
 
-StepDivergences = tuple[list[list[float]], list[list[int]], list[list[int]]]  # divergences, parents and path of a Step
+StepDivergences = tuple[list[list[float]], list[list[int]], list[list[int]]]  # divergences, parents, path of a Step
 
 
 def divergences_of(

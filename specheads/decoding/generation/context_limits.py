@@ -1,4 +1,4 @@
-"""How long a text may be: for what the base was made and the head was trained, with a warning past either.
+"""How long a text may be: the lengths the base was made for and the head was trained on, and warnings past them.
 
 Shapes: B batch rows, T positions.
 """
@@ -36,9 +36,9 @@ def longest_text(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def warn_past_limits(base: PreTrainedModel, trained_length: int | None, length: int) -> None:
-    """Warn, once per limit, that a text of `length` tokens, of which the last is not fed, has passed it.
+    """Warn, once per limit, that a text of `length` tokens (the model is never fed the last one) has passed it.
 
-    trained_length: of the drafter; None if unknown or without meaning.
+    trained_length: tokens of the drafter's longest training text; None if unknown or meaningless.
     """
     if trained_length is not None and length - 1 > trained_length:
         logger.warning_once(

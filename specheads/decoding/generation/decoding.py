@@ -34,9 +34,9 @@ logger = hf_logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Decoding:
-    """A base, what drafts for it, and how drafts are accepted.
+    """A base model, what drafts for it, and how drafts are accepted.
 
-    drafter: None for plain decoding. plan: of its trees; None: the drafter's own. keep_divergences: as in decode().
+    drafter: None for plain decoding. plan: None for the drafter's own. keep_divergences: as in decode().
     compiled: what compiles the steps, None if nothing does.
     """
 
@@ -52,7 +52,7 @@ class Decoding:
         cls, base: PreTrainedModel, *, draft: Any, drafter: Any, tree: Any, accept: Any, output_divergences: bool,
         compile: bool | str,
     ) -> Decoding:  # fmt: skip
-        """The arguments of generate() that have these names. ValueError or TypeError for what does not go together."""
+        """From generate()'s arguments of the same names. ValueError or TypeError for those that cannot be combined."""
         found = either(draft, drafter)
         plan, rule = as_plan(tree, found), as_rule(accept)
         if found is None and plan is not None:
@@ -81,7 +81,7 @@ class Decoding:
         keep_scores: bool = False,
         refill: Refill | None = None,
     ) -> Iterator[Step]:
-        """decode() of prompts ids (B, T), packed left, of lengths (B,). source, decoder_mask: of an encoder-decoder.
+        """decode() of prompts ids (B, T), packed left, of lengths (B,). source, decoder_mask: for an encoder-decoder.
 
         ValueError if the base cannot serve the plan."""
         plan = self._plan_for(ids.device, sampler.do_sample)
@@ -104,12 +104,12 @@ class Decoding:
         return plan
 
     def warn_past_limits(self, length: int) -> None:
-        """A line in the log if a text of `length` tokens is longer than the base or the drafter was made for."""
+        """Log a warning if a text of `length` tokens is longer than the base or the drafter was made for."""
         warn_past_limits(self.base, None if self.drafter is None else self.drafter.trained_length, length)
 
 
 def warn_of_slow_bfloat16(base: PreTrainedModel) -> None:
-    """A line in the log, once, if drafts for this base are verified on a CPU without instructions for its bfloat16."""
+    """Warn once if drafts for this base are verified on a CPU without instructions for its bfloat16."""
     if base.dtype == torch.bfloat16 and base.device.type == "cpu" and not bfloat16_is_fast(base.device):
         logger.warning_once(
             "the base is in bfloat16, for which this processor has no instructions: prompts, and passes that verify "

@@ -1,7 +1,7 @@
-"""generate(): Hugging Face's front door onto decode().
+"""generate(): decode() behind Hugging Face's front door.
 
-It goes in by `custom_generate`, so that logits processors, stopping criteria, streamers and GenerationConfig mean what
-they mean there. Shapes: B batch rows, T prompt columns, V vocabulary.
+It enters through `custom_generate`, so logits processors, stopping criteria, streamers and GenerationConfig mean what
+they mean in transformers. Shapes: B batch rows, T prompt columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -68,28 +68,29 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Tensor | ModelOutput:
-    """`base.generate(...)` with draft trees, for any Hugging Face language model: its arguments, and its text.
+    """`base.generate(...)` with draft trees, for any Hugging Face language model: same arguments, same text.
 
     draft: what drafts: a drafter (a `DraftModel`, a head …), "lookup", "ngram" or "maxgram"; None or False: plain
-    decoding through the same loop. drafter: another name for it. tree: the plan of the trees, or its text, "chain:3"
-    say (default: the drafter's; for encoder-decoders a chain). accept: the rule, or its text, "fuzzy:js:0.2" say
-    (default: `Exact`, lossless). seed: for the sampling, a number or one for each row, on which a row's text depends
-    alone; `probs.randomness.row_seeds` gives the rows' seeds of one number. output_divergences: for a `Fuzzy` rule,
-    keep D at every drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
+    decoding through the same loop. drafter: an alias of draft. tree: the plan of the trees, or its text such as
+    "chain:3" (default: the drafter's; for encoder-decoders a chain). accept: the rule, or its text such as
+    "fuzzy:js:0.2" (default: `Exact`, lossless). seed: for sampling, one number or one for each row; a row's text
+    depends on its own seed alone, and `probs.randomness.row_seeds` derives the rows' seeds from one number.
+    output_divergences: for a `Fuzzy` rule, keep D at every drafted position in the steps (see `Step`); it needs
+    return_dict_in_generate=True.
 
-    compile: decode with steps compiled by torch, for which new shapes are compiled once (the log says so and how long
-    it took; torch keeps the code on disk); True, or the name of a backend of torch.compile, refused if torch has none
-    such. What cannot be compiled is decoded without, after a warning.
+    compile: decode with steps compiled by torch; each new shape is compiled once (the log says so and how long it
+    took; torch keeps the code on disk). True, or the name of a torch.compile backend, refused if torch has none of
+    that name. What cannot be compiled is decoded without compiling, after a warning.
 
-    inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
-    serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
-    padded on the left, and masked positions between tokens are left out; a line in the log says so where transformers
-    does otherwise. Logits processors see each node's own prefix, with the caller's padding. One that keeps state from
-    call to call stops the drafting, except xgrammar's, whose state follows the path. Stopping criteria see all rows
-    after each token, as there; rows that are ahead of the others write on until the others have come as far.
+    inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are handled as generate()
+    handles them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
+    padded on the left, and masked positions between tokens are left out; the log says so where transformers differs.
+    Logits processors see each node's own prefix, with the caller's padding. One that keeps state from call to call
+    stops the drafting, except xgrammar's, whose state follows the path. Stopping criteria see all rows after each
+    token, as in transformers; rows ahead of the others decode further until the others have caught up.
 
     Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True. With num_beams > 1
-    nothing may draft, and the result is that of the base's own beam search.
+    drafting is refused, and the result is that of the base's own beam search.
     """
     base = unwrapped(base)
     config = effective_config(base, generation_config)
@@ -117,7 +118,7 @@ def generate(
         return _run_seeded(search, seed)
 
     def run(base: PreTrainedModel, input_ids: Tensor, **model_kwargs: Any) -> Any:
-        # transformers takes any other parameter's name for an argument of generate(), so there is none.
+        # No further named parameters: transformers would take their names for arguments of generate().
         source_ids = prompts if base.config.is_encoder_decoder else None
         return _run(
             base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, **model_kwargs
@@ -142,7 +143,7 @@ def through_front_door(
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """run(base, ids, …) with what base.generate() makes of the arguments. ValueError for options that drafts refuse."""
+    """run(base, ids, …) with the arguments as base.generate() prepares them. ValueError for options drafts refuse."""
     if base.training and any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         raise ValueError(
             "a model that trains with gradient checkpointing keeps no keys to decode with; call eval() first"
@@ -173,7 +174,7 @@ def _run(
     stream: BaseStreamer | None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
-    """The loop that base.generate() runs in place of its own, over what it has made of its arguments."""
+    """What base.generate() runs in place of its own loop, with the arguments it has prepared."""
     prompts = _read_prompts(base, input_ids.long(), source_ids, stream, model_kwargs)
     device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
     pad_id = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
@@ -214,7 +215,7 @@ def _run(
 @dataclass(frozen=True)
 class _Prompts:
     """rows: the prompts as Hugging Face has them, padding included. ids (B, T'), lengths (B,): packed left, on the
-    device; counts: the lengths on the host. source: of an encoder-decoder, else None."""
+    device; counts: the lengths on the host. source: what an encoder-decoder has encoded, else None."""
 
     rows: list[list[int]]
     ids: Tensor
@@ -253,7 +254,7 @@ def _read_prompts(
 
 @dataclass
 class _Text:
-    """The text that the steps of decode() add up to.
+    """The text collected from the steps of decode().
 
     rows: each prompt as Hugging Face has it, and the tokens after it; scores: per row and token, where the steps hold
     them; steps: kept if keep_steps, without their scores.
@@ -280,8 +281,8 @@ class _Text:
             self.steps.append(step)
 
     def cut(self, ends: Mapping[int, int], columns: int) -> None:
-        """Leave out what rows wrote past their ends, the numbers of new tokens that count, after prompts of so many
-        columns."""
+        """Drop what rows wrote past their ends. ends: row → how many of its new tokens count; columns: of the
+        prompts."""
         for row, left in ends.items():
             del self.rows[row][columns + left :], self.scores[row][left:]
             for step in self.steps:

@@ -1,4 +1,4 @@
-"""Hugging Face's generate() options, read once at the edge: what is refused, and what the prompts must be.
+"""Hugging Face's generate() options, read once at the edge: what is refused, and what prompts must look like.
 
 Shapes: B batch rows, T prompt columns.
 """
@@ -18,7 +18,7 @@ from specheads.options import require_number, shown
 REFUSED_ARGUMENTS = (
     "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
 )  # fmt: skip
-# Other ways of decoding, which our loop would skip, and healing, for which generate() has no tokenizer then.
+# Other decoding methods, which our loop would ignore, and token healing, whose tokenizer we do not pass on.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -35,7 +35,7 @@ def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:
         )
     if prompts is None:  # Hugging Face begins with the BOS token
         return
-    if base.config.is_encoder_decoder:  # whose encoder may read other things than ids
+    if base.config.is_encoder_decoder:  # its encoder may read something other than ids
         if isinstance(prompts, Tensor) and not prompts.is_floating_point():
             _check_vocabulary(base, prompts, images=images)
         return
@@ -85,7 +85,7 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> No
     for name in ("max_new_tokens", "max_length"):
         if (limit := arguments.get(name, getattr(config, name, None))) is not None:
             require_number(name, limit)
-    if arguments.get("cache_implementation") == "paged":  # for which transformers leaves our loop out
+    if arguments.get("cache_implementation") == "paged":  # transformers would bypass our loop
         raise ValueError(
             "cache_implementation='paged' does not combine with drafts; generate_many() refills batches, and the "
             "base's own generate() pages them"
@@ -106,8 +106,8 @@ def stop_string_criteria(
 
 
 def effective_config(base: PreTrainedModel, config: GenerationConfig | None) -> GenerationConfig:
-    """What counts where no argument says otherwise: the options of `config`, the model's own where those are None, as
-    transformers fills them."""
+    """The config that applies where no argument overrides it: `config`, with the model's own values for those that are
+    None, as transformers fills them in."""
     if config is None:
         return base.generation_config
     filled = copy.copy(config)
@@ -118,7 +118,7 @@ def effective_config(base: PreTrainedModel, config: GenerationConfig | None) -> 
 
 
 def without_stop_strings(config: GenerationConfig) -> GenerationConfig:
-    """A copy of the config without stop strings, for which generate() itself would want a tokenizer."""
+    """A copy of the config without stop strings, for which transformers would want a tokenizer."""
     config = copy.deepcopy(config)
     config.stop_strings = None
     return config

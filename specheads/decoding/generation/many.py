@@ -40,10 +40,10 @@ logger = hf_logging.get_logger(__name__)
 
 @dataclass
 class Continuation(Statistics):
-    """What follows the prompt of number `index`: tokens, the end included, and with a tokenizer their text.
+    """What follows prompt number `index`: tokens, end token included, and with a tokenizer their text.
 
-    seed: with which generate() gives this text to the prompt alone; None where nothing is random. steps: the row's own,
-    its prefill first; their seconds are those of the whole batch, as they are in `statistics()`.
+    seed: generate() with it gives the same text for the prompt alone; None where nothing is random. steps: the row's
+    own, its prefill first; their seconds, and those in `statistics()`, are those of the whole batch.
     """
 
     index: int
@@ -76,20 +76,20 @@ def generate_many(
 ) -> list[Continuation] | Iterator[Continuation]:
     """The text of each prompt, `batch_size` at a time: as soon as a text ends, the next prompt takes its row.
 
-    Each text is the one generate() gives to its prompt alone, in float32 token for token; if it is sampled, with the
-    seed of the result, and if its drafts are sampled, with the same tree. Not so under a lossy rule where the
-    drafts of a row depend on the batch: automatic ones, and those of n-grams that learn from all rows.
+    Each text is the one generate() gives for its prompt alone, in float32 token for token; if it is sampled, with the
+    seed of the result, and if its drafts are sampled, with the same tree. The exception is a lossy rule with drafts
+    that depend on the batch: automatic ones, and those of n-grams that learn from all rows.
 
     prompts: ids or, with a tokenizer, texts; a list is checked before anything runs, an iterator as it is read. draft,
     drafter, tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.
     max_new_tokens: one number, or one for each prompt. A `prefix_allowed_tokens_fn` is called with the index of the
-    prompt. seed: one number, from which each prompt has its own, or one for each. stream: return an iterator over the
-    results as they finish, not a list in the order of the prompts. on_tokens(index, tokens) is called as tokens are
+    prompt. seed: one number, from which each prompt's own is derived, or one for each. stream: return an iterator over
+    the results as they finish, not a list in the order of the prompts. on_tokens(index, tokens) is called as tokens are
     gained, report(done, total) after each prompt; the total of an iterator is None.
 
-    Batches are not refilled with an encoder-decoder, or with a drafter that is not `refillable`. A prompt runs alone
-    where its batch would change its text: if a logits processor may keep state, if its text may get to where the base's
-    positions change or past a draft model's, or if the model makes more of it than ids. A line in the log says so.
+    Batches are not refilled for an encoder-decoder, or with a drafter that is not `refillable`. A prompt runs alone if
+    a batch would change its text: if a logits processor may keep state, if the text may reach the length at which the
+    base's positions change or outgrow a draft model's, or if the model takes more than its ids. The log says so.
 
     ValueError and TypeError name the index of the prompt.
     """
@@ -126,7 +126,7 @@ def generate_many(
 
 @dataclass
 class _Many:
-    """One call of generate_many(): its parts as given there."""
+    """One call of generate_many(): its arguments."""
 
     decoding: Decoding
     batch_size: int
@@ -160,13 +160,13 @@ class _Many:
         alone: list[tuple[SinglePrompt, str]] = []
         waiting = self._waiting(prompts, alone)
         for number, batch in enumerate(iter(lambda: list(islice(waiting, size)), [])):
-            if number == 1:  # of a single batch there is nothing to refill
+            if number == 1:  # a single batch has nothing to refill
                 logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
             yield from decoder.run(batch, waiting if reason is None else None)
         if alone:
             prompt, why = alone[0]
             logger.warning("prompts decoded alone: %d, such as prompt %d: %s", len(alone), prompt.index, why)
-        for prompt, _ in alone:  # made anew: its time, if that is limited, begins now
+        for prompt, _ in alone:  # prepared again: a time limit starts now
             yield from decoder.run([self._prepare(prompt.index, prompt.source)])
 
     def _waiting(
@@ -180,7 +180,7 @@ class _Many:
                 alone.append((prompt, why))
 
     def _unfilled_batch(self, first: SinglePrompt) -> tuple[int, str | None]:
-        """The size of batches that are not refilled, and why they are not; None if they are."""
+        """The batch size, and why batches are not refilled; None if they are."""
         if stateful := possibly_stateful(adapt(first.processors)):
             return 1, f"{type(stateful[0]).__name__} may keep state from call to call, so it cannot know the rows apart"
         return self.batch_size, why_unfilled(self.decoding.base, self.decoding.drafter)

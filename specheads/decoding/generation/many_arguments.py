@@ -1,4 +1,4 @@
-"""What generate_many() is given: prompts as ids, the options of all and of each, and what is refused."""
+"""The arguments of generate_many(): prompts as ids, options shared and per prompt, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specheads.decoding.generation.context_limits import base_length
 from specheads.decoding.generation.hf_options import effective_config, refuse_arguments, stop_string_criteria
 from specheads.options import require_number, shown
 
-# What says how one prompt's text is returned, or how many there are.
+# Arguments that are themselves prompts, or say how the result of one call of generate() is returned.
 REFUSED = (
     "input_ids", "attention_mask", "streamer", "return_dict_in_generate", "output_scores", "output_logits",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> No
 
 
 def check_limits(options: Mapping[str, Any], count: int) -> None:
-    """ValueError where max_new_tokens is a list, but not of a number of at least 1 for each of `count` prompts."""
+    """ValueError if max_new_tokens is a list that does not hold `count` numbers of at least 1."""
     limits = options.get("max_new_tokens")
     if not isinstance(limits, Sequence):
         return
@@ -59,7 +59,7 @@ def check_limits(options: Mapping[str, Any], count: int) -> None:
 
 
 def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of the prompt of number `index`, with its own max_new_tokens where there is one for each."""
+    """The options of prompt number `index`, with its own max_new_tokens if there is one for each."""
     limits = options.get("max_new_tokens")
     if not isinstance(limits, Sequence):
         return options
@@ -69,7 +69,7 @@ def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The options with their stop strings as a criterion: it reads the whole vocabulary, so it is made once."""
+    """The options with their stop strings as a criterion, made once because making it reads the whole vocabulary."""
     config = effective_config(base, options.get("generation_config"))
     strings = config.stop_strings if options.get("stop_strings") is None else options["stop_strings"]
     if not strings:

@@ -1,10 +1,10 @@
-"""Options of generate() under which a text follows from the model's logits alone."""
+"""Options of generate() under which the text depends on the model's logits alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Neutral values for all that a model's own generation config may set, such as a repetition penalty that came with its
+# Neutral values for everything a model's own generation config may set, such as a repetition penalty that came with its
 # checkpoint, and for what generate() with drafts would refuse.
 NEUTRAL: dict[str, Any] = {
     "num_beams": 1, "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,

@@ -76,8 +76,8 @@ def mean_divergences(steps: list[Step]) -> list[float]:
 
 
 def stack_by_position(pairs: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
-    """Per row and token a pair of (V,) → the part 0 or 1 of them per token (B, V), in float32 as Hugging Face returns
-    scores; zeros in rows that have ended."""
+    """pairs[row][i], two tensors (V,) for token i → for each token, member `part` of all rows' pairs (B, V), in float32
+    as Hugging Face returns scores; zeros for rows that have ended."""
     empty = torch.zeros_like(pairs[0][0][part])
     return tuple(
         torch.stack([row[i][part] if i < len(row) else empty for row in pairs]).float()

@@ -1,4 +1,4 @@
-"""Prompts as padded batches and packed left again, and what a model's generate() added to them.
+"""Prompts as padded batches, packing them left, and the tokens that a model's generate() added.
 
 Shapes: B batch rows, T columns, S source columns.
 """
@@ -59,7 +59,7 @@ def new_tokens(base: PreTrainedModel, batch: dict[str, Any], sequences: Tensor) 
 
 
 def warn_of_right_padding(mask: Tensor | None) -> None:
-    """One line in the log if a row is padded on the right, which generate() treats otherwise."""
+    """Warn if a row is padded on the right, which transformers' generate() handles differently."""
     if mask is not None and not bool(mask[:, -1].all()):
         row = int((mask[:, -1] == 0).nonzero()[0])
         logger.warning(
@@ -69,8 +69,8 @@ def warn_of_right_padding(mask: Tensor | None) -> None:
 
 
 def warn_of_holes(base: PreTrainedModel, mask: Tensor | None) -> None:
-    """One line in the log if a row has masked columns between its tokens and not every layer of the base sees the whole
-    text, so that generate() gives another one."""
+    """Warn if a row has masked columns between its tokens and not every layer of the base sees the whole text, so that
+    transformers' generate() gives a different one."""
     if mask is None or bool(mask.all()):
         return
     tokens = mask.bool()
@@ -106,7 +106,7 @@ def left_order(mask: Tensor | None) -> Tensor | None:
 
 
 def unpadded_rows(ids: Tensor, mask: Tensor | None, num_rows: int) -> list[list[int]]:
-    """Source ids (B, S) → the source of each of num_rows = B · n rows, n in turn for each source, without padding."""
+    """Source ids (B, S) → the source of each of num_rows = B · n rows, n consecutive ones a source, without padding."""
     ids = ids.repeat_interleave(num_rows // len(ids), 0)
     packed, lengths = pack_left(ids, mask)
     return [row[:length] for row, length in zip(packed.tolist(), lengths.tolist(), strict=True)]

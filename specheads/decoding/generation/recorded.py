@@ -83,8 +83,8 @@ class Record:
 
 
 def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int, **options: Any) -> Record:
-    """The target's greedy text after each prompt, decoded token by token. options: of generate(), over those of its
-    generation config."""
+    """The target's greedy text after each prompt, decoded token by token. options: of generate(); they override the
+    target's generation config."""
     outputs, start = {}, decoder_start(base) if base.config.is_encoder_decoder else None
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=input_device(base))

@@ -1,4 +1,4 @@
-"""One prompt of many: what base.generate() makes of it and of the options when it is given alone."""
+"""One prompt of many, and the options, as base.generate() prepares them for that prompt alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 
 @dataclass(frozen=True)
 class SinglePrompt:
-    """ids: of the text to continue, which for an encoder-decoder is the decoder's; source: of the prompt as given.
+    """ids: the text to continue, which for an encoder-decoder is the decoder's; source: the prompt as given.
 
     inputs: what the model takes besides ids. hidden (S, H): the encoded source, None without an encoder.
     """
@@ -34,7 +34,7 @@ class SinglePrompt:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text it may become."""
+        """The most tokens that its text may have, prompt included."""
         return len(self.ids) + self.stop.limit
 
     @property
@@ -44,7 +44,7 @@ class SinglePrompt:
 
 
 def prepare(base: PreTrainedModel, index: int, ids: list[int], options: Mapping[str, Any]) -> SinglePrompt:
-    """The prompt of number `index`, under generate()'s options. Errors name the index."""
+    """Prompt number `index`, under generate()'s options. Errors name the index."""
 
     def capture(
         base: PreTrainedModel, input_ids: Tensor, *, logits_processor: LogitsProcessorList, stopping_criteria: Any,

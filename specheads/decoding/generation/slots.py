@@ -1,4 +1,4 @@
-"""Slots: the rows of a batch, each with a prompt of its own, which another prompt may follow when it has finished.
+"""Slots: the rows of a batch, each with a prompt of its own that another may replace once it has finished.
 
 Shapes: B batch rows, T prompt columns, S source columns.
 """
@@ -24,7 +24,7 @@ from specheads.decoding.target.seq2seq import Source
 
 @dataclass
 class Slot:
-    """A prompt in a row of the batch, its steps so far, and whether it has finished."""
+    """A prompt in a row of the batch, its tokens and steps so far, and whether it has finished."""
 
     prompt: SinglePrompt
     finished: bool = False
@@ -51,7 +51,7 @@ def step_of_row(step: Step, row: int) -> Step:
 
 @dataclass(frozen=True)
 class SlotDecoder:
-    """Decodes prompts in slots. seed_of: of a prompt. on_tokens(index, tokens): called as they are gained."""
+    """Decodes prompts in slots. seed_of: prompt → its seed. on_tokens(index, tokens): called as tokens are gained."""
 
     decoding: Decoding
     seed_of: Callable[[SinglePrompt], int | None]

@@ -1,4 +1,4 @@
-"""Where rows stop: Hugging Face's stopping criteria, asked as decode() goes on.
+"""Where rows stop: Hugging Face's stopping criteria, applied as decode() runs.
 
 Shapes: B batch rows, T prompt columns.
 """
@@ -23,12 +23,12 @@ class Stopping:
     prompts: each row as Hugging Face has it, padding included, `columns` wide; lengths: without padding. Read from the
     criteria are eos, the ids that end a row, and limit, the most new tokens. ValueError if they hold no length limit.
 
-    Criteria of transformers look at one row, and are asked for each row by itself. Those of users may look at the whole
-    batch, and remember it, so they are asked what transformers would ask them: once for each column, with all rows,
-    when each running row has reached it. A row that is ahead by then wrote in vain: only its first `ends` tokens count.
+    Criteria of transformers look at one row, and are applied to each row by itself. Those of users may look at the
+    whole batch, and remember it, so they are called as transformers would call them: once for each column, with all
+    rows, when each running row has reached it. What a row ahead of the others wrote past its end is dropped.
 
-    texts: by row, the new tokens; ends: of the rows that have stopped, how many of them count; asked: the columns that
-    users' criteria have seen.
+    texts: the new tokens of each row; ends: for each row that has stopped, how many of them count; asked: how many
+    columns users' criteria have seen.
     """
 
     criteria: StoppingCriteriaList
@@ -39,8 +39,8 @@ class Stopping:
     device: torch.device
     eos: set[int] = field(default_factory=set)
     limit: int = 0
-    of_rows: list[Any] = field(default_factory=list)
-    of_users: list[Any] = field(default_factory=list)
+    row_criteria: list[Any] = field(default_factory=list)
+    user_criteria: list[Any] = field(default_factory=list)
     texts: list[list[int]] = field(init=False)
     ends: dict[int, int] = field(default_factory=dict)
     asked: int = 0
@@ -53,9 +53,9 @@ class Stopping:
             elif isinstance(criterion, MaxLengthCriteria):
                 limits.append(criterion.max_length)
             elif isinstance(criterion, StopStringCriteria | MaxTimeCriteria):
-                self.of_rows.append(criterion)
+                self.row_criteria.append(criterion)
             else:
-                self.of_users.append(criterion)
+                self.user_criteria.append(criterion)
         if not limits:
             raise ValueError("generation has no length limit; give max_new_tokens or max_length")
         self.limit = max(1, math.ceil(min(limits)) - self.columns)  # transformers takes fractions too
@@ -68,19 +68,19 @@ class Stopping:
             if new[end - 1] in self.eos or end >= self.limit or self._row_ends(row, end):
                 self._end(row, end)
                 break
-        if self.of_users:
+        if self.user_criteria:
             self._ask_users()
         return max(0, self.ends[row] - before) if row in self.ends else -1
 
     def _row_ends(self, row: int, end: int) -> bool:
         """Does one of transformers' own criteria end this row after so many new tokens?"""
-        if not self.of_rows:
+        if not self.row_criteria:
             return False
         ids = torch.tensor([self.prompts[row] + self.texts[row][:end]], device=self.device)
-        return any(bool(criterion(ids, None)) for criterion in self.of_rows)
+        return any(bool(criterion(ids, None)) for criterion in self.row_criteria)
 
     def _ask_users(self) -> None:
-        """Ask users' criteria about each further column that all running rows have reached."""
+        """Call users' criteria for each further column that all running rows have reached."""
         while self.asked < max(self.ends.get(row, self.limit) for row in range(len(self.texts))):
             column = self.asked + 1
             if any(len(text) < min(column, self.ends.get(row, column)) for row, text in enumerate(self.texts)):
@@ -90,7 +90,7 @@ class Stopping:
             rows = [[*prompt, *text, *[self.pad_id] * (column - len(text))]
                     for prompt, text in zip(self.prompts, texts, strict=True)]  # fmt: skip
             ids, done = torch.tensor(rows, device=self.device), torch.zeros(len(rows), dtype=torch.bool)
-            for criterion in self.of_users:  # many return a Python bool, which transformers takes for all rows
+            for criterion in self.user_criteria:  # many return a Python bool, which transformers takes for all rows
                 done = done | torch.as_tensor(criterion(ids, None)).cpu()
             for row in done.nonzero().flatten().tolist():
                 self._end(row, column)
@@ -100,7 +100,7 @@ class Stopping:
 
 
 def cut_row(step: Step, row: int, count: int) -> None:
-    """Leave out all but the first `count` tokens that this row gained; without any it took no part in the step."""
+    """Keep only the first `count` tokens that this row gained; at 0 it counts as not having taken part in the step."""
     del step.tokens[row][count:]
     step.accepted[row] = min(step.accepted[row], count)
     for accepted in (step.ranks, step.path):

@@ -1,4 +1,4 @@
-"""Drafters: whatever proposes a tree from a context."""
+"""Drafters: objects that propose a tree from a context."""
 
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.base import Context, Drafter

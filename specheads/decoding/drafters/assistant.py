@@ -39,7 +39,7 @@ class AssistantOptions:
     num_assistant_tokens_schedule: str = "constant"
 
     def __post_init__(self) -> None:
-        require_number("num_assistant_tokens", self.num_assistant_tokens)  # transformers' schedules leave 18.0, say
+        require_number("num_assistant_tokens", self.num_assistant_tokens)  # its schedules leave floats
         if self.num_assistant_tokens < 1:
             raise ValueError(f"num_assistant_tokens={self.num_assistant_tokens} must be at least 1")
         require_number("assistant_confidence_threshold", self.assistant_confidence_threshold)
@@ -56,12 +56,12 @@ class AssistantOptions:
 
     @classmethod
     def of(cls, assistant: Any, given: dict[str, Any]) -> AssistantOptions:
-        """The options in `given` that are not None; for the others those of the assistant's generation config."""
+        """The options in `given` that are not None; the others from the assistant's generation config."""
         config = {f.name: getattr(assistant.generation_config, f.name, None) for f in fields(cls)}
         return cls(**{name: value for name, value in {**config, **given}.items() if value is not None})
 
     def plan(self, sampled: bool) -> Plan:
-        """The chain these options describe, of tokens sampled from the draft distribution or of its likeliest."""
+        """The chain these options describe. sampled: draw its tokens instead of taking the likeliest."""
         count, threshold = self.num_assistant_tokens, self.assistant_confidence_threshold
         if self.num_assistant_tokens_schedule != "constant":
             return ScheduledChain(max(AssistantOptions.num_assistant_tokens, count), threshold, sampled, length=count)
@@ -72,7 +72,7 @@ class AssistantOptions:
 
 @dataclass(frozen=True)
 class ScheduledChain(AdaptiveChain):
-    """An adaptive chain of at most `length` tokens in this step, and max_depth in any."""
+    """An adaptive chain of at most `length` tokens in this step, and at most max_depth in any step."""
 
     length: int = 1
 

@@ -1,4 +1,4 @@
-"""AutoDrafter: each step the draft that promises the most tokens a second, from a head, from copies, or none.
+"""AutoDrafter: each step drafts with a head, with copies or not at all, whichever promises the most tokens a second.
 
 Shapes: B batch rows, N tree nodes.
 """
@@ -35,24 +35,24 @@ from specheads.decoding.tree import DraftTree
 from specheads.options import shown
 
 LONGEST_MATCH = 32  # tokens
-MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
-READ_WIDTHS = (8, 32)  # columns in which a compiled step reads what was missed: each is a graph
+MOST_UNREAD = 512  # columns of features held for an idle head; past them it reads all, without drafting
+READ_WIDTHS = (8, 32)  # columns in which a compiled step reads unread positions: each width is a graph
 _cached_chain = cache(chain)
 logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class AutoDrafter(Drafter):
-    """Drafts what costs least per expected token: the head's chain or tree, a copy of what followed the last tokens
-    before, or nothing where nothing pays.
+    """Drafts what costs least per expected token: the head's chain or tree, a copy of what followed an earlier
+    occurrence of the last tokens, or nothing where nothing pays.
 
-    head: reads the features of every position, in one pass when it drafts again after it was idle. costs: as
-    `specheads tune` measured them; None: those shipped for a CPU or a GPU, and a line in the log. compiled_costs: the
-    same of compiled steps; None: `costs`, if given.
+    head: reads the features of every position; after idle steps, all that it missed in one pass. costs: as measured by
+    `specheads tune`; None: those shipped for a CPU or a GPU, with a line in the log. compiled_costs: the same for
+    compiled steps; None: `costs`, if given.
 
-    Which draft is taken follows from the costs and the tokens of this call alone, so the same costs give the same
-    drafts. Every draft is a point mass: under an exact rule a seed gives the text of plain decoding whatever the costs.
-    Of a plan it keeps num_nodes and depth as limits.
+    The choice depends on the costs and the tokens of this call alone, so the same costs give the same drafts. Every
+    draft is a point mass: under an exact rule a seed gives the text of plain decoding whatever the costs. Of a plan
+    only num_nodes and depth are used, as limits.
     """
 
     gives_draft_probs: ClassVar[bool] = False
@@ -105,8 +105,8 @@ class AutoDrafter(Drafter):
         return table
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
-        """The most nodes of a step, as a chain: it is a limit, and never grown."""
-        return _cached_chain(LARGEST - 1)  # it keeps the shorter chains that limit the last steps of a text
+        """The most nodes of a step, as a chain that is only a limit and never grown."""
+        return _cached_chain(LARGEST - 1)  # one object, as it caches the shorter chains for the last steps of a text
 
     def menu(self, table: CostTable, rows: int, *, compiled: bool, branching: bool = True, longest: int = 0) -> Menu:
         """What the planner may choose from, see `make_menu`."""
@@ -130,10 +130,10 @@ class AutoDrafter(Drafter):
 
 
 class _Run:
-    """What AutoDrafter knows of the texts of one call of decode(), and how it drafts what `planner` chooses.
+    """What AutoDrafter knows about the texts of one call of decode(), and how it drafts what `planner` chooses.
 
-    choice: of the step for which the texts have `lengths`; it was planned when they had the lengths `planned`. copies:
-    those found then, as in `StepState`. unread: what the head, which is None if no shape of it can pay, has not read.
+    choice: for the step at which the texts have `lengths`; it was planned when they had the lengths `planned`. copies:
+    those found then, as in `StepState`. head: None if none of its shapes can pay. unread: what the head has not read.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -187,7 +187,7 @@ class _Run:
             self.unread.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
 
     def choose(self, context: Context, plan: Plan) -> Choice:
-        """The draft of this step, within the limits of `plan`: decided once."""
+        """The draft of this step, within the limits of `plan`; decided once a step."""
         lengths = [len(row) for row in context.history]
         if self.choice is not None and lengths == self.lengths:
             return self.choice
@@ -217,7 +217,7 @@ class _Run:
 
     def _read_width(self, context: Context) -> int:
         """How many columns a pass of a compiled step reads."""
-        unread = self.unread.count if self.unread.has_read else 1  # prompts are read before
+        unread = self.unread.count if self.unread.has_read else 1  # prompts are read in a pass of their own
         return next((width for width in READ_WIDTHS if unread <= width), READ_WIDTHS[-1])
 
     def _propose_with_head(self, context: Context, sampler: Sampler, shape: Shape, choice: Choice) -> DraftTree:
@@ -241,15 +241,15 @@ class _Run:
                 for (_, ids), taken in zip(self.copies, choice.copies, strict=True)]  # fmt: skip
 
     def _with_copies(self, context: Context, choice: Choice) -> Drafter:
-        """The head, with the copies that were chosen in the place of its trees."""
+        """The head, with its trees replaced by the chosen copies."""
         assert self.head is not None
         put_copies(self.unread.memory, context, self._chosen_copies(choice), choice.nodes)
         return OrCopy(self.head)
 
 
 def find_copies(context: Context, count: int) -> list[tuple[int, list[int]]]:
-    """By row the length of the longest suffix that occurred before, and up to `count` ids that followed it; nothing in
-    rows that have finished."""
+    """By row, the length of the longest suffix that occurred before, and up to `count` ids that followed it; 0 and
+    none for rows that have finished."""
     copies = []
     for text, left in zip(row_texts(context), context.remaining, strict=True):
         match = longest_match(text, LONGEST_MATCH) if left > 0 else 0

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Advance(NamedTuple):
-    """What one step leaves on the device.
+    """The result of one step, on the device.
 
     root (B,): the next one; length (B,): how many tokens each row gained; last (B,): the column of the newest, 0 in a
-    row that gained none. following (B, P), features (B, P, F), top (B, P, K): as in `Context`, of the path. columns:
-    all that the host reads of a step, in one tensor, (B, 2 P + 3).
+    row that gained none. following (B, P), features (B, P, F), top (B, P, K): as in `Context`, for the path. columns
+    (B, 2 P + 3): all that the host reads of a step, in one tensor.
     """
 
     root: Tensor
@@ -49,14 +49,14 @@ class Context:
     last (B,): the column of the newest of them, 0 in a row that has none.
     history: each row's ids up to and including the root, unpadded, on the host.
     memory: what the drafter stores between proposals, such as its KV cache.
-    caches: of the drafter, which `prepare` makes room in before each proposal.
+    caches: the drafter's, in which `prepare` makes room before each proposal.
     bound: no row has more committed tokens than this (host integer).
     top (B, P, K): the target's likeliest tokens after the new positions, best first; for the prompt only those after
       its last position. None unless the drafter has a `wants_target_top` = K above 0.
     source: each row's source ids if the target has an encoder, unpadded, on the host; None without one or if unknown.
-    ranks: of each row's last accepted drafts, the rank among their siblings, on the host; empty before the first step.
-    remaining: how many tokens each row may gain after its root, 0 once it has finished. others_wait: may another text
-      take the place of the next row to finish?
+    ranks: the sibling ranks of each row's last accepted drafts, on the host; empty before the first step.
+    remaining: how many tokens each row may gain after its root, 0 once it has finished. others_wait: may a new prompt
+      replace the next row that finishes?
     """
 
     target: Verifier
@@ -86,7 +86,7 @@ class Context:
         return values[torch.arange(len(values), device=values.device), self.last]
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """The value of make(), which is called once, at the first proposal."""
+        """The value that make() returned when `name` was first asked for; kept in `memory`."""
         if name not in self.memory:
             self.memory[name] = make()
         return self.memory[name]
@@ -104,7 +104,7 @@ class Context:
         return cls(target, root, features, following, lengths, last, history, bound, top=top, source=source)
 
     def extend(self, advance: Advance, emitted: list[list[int]], ranks: list[list[int]]) -> Context:
-        """The context after one step; emitted: the tokens each row gained; ranks: see above."""
+        """The context after one step; emitted: the tokens each row gained; ranks: as in `Context`."""
         for row, more in zip(self.history, emitted, strict=True):
             row += more
         return replace(
@@ -121,9 +121,9 @@ class Context:
 
 
 class DeviceDraft(NamedTuple):
-    """A draft that the device makes without the host: propose(context, sampler, plan) of `drafter`; without one, none.
+    """A draft made on the device without the host, by drafter.propose(context, sampler, plan); no drafter, no draft.
 
-    module: whose weights it drafts with, if any. depth: of the tree. Shapes in the context repeat from step to step.
+    module: holds the weights it drafts with, if any. depth: of the tree. Shapes in the context repeat between steps.
     """
 
     context: Context
@@ -137,21 +137,20 @@ class DeviceDraft(NamedTuple):
 class Drafter(Protocol):
     """Proposes a tree of tokens that may follow the root.
 
-    All that is asked of a drafter is here. `layers`, `default_plan` and `propose` are required. The others have the
-    values below in subclasses, and `with_defaults` gives them to a drafter that is no subclass and lacks some.
+    The loop uses nothing of a drafter but what is here. `layers`, `default_plan` and `propose` are required. Subclasses
+    inherit defaults for the rest, and `with_defaults` adds them to a drafter that is no subclass.
 
     layers: target hidden_states it wants (HF indices).
-    wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
-    tree_sizes: how many nodes its trees have, ascending, where a step is compiled; smaller ones are filled up. (): as
-      many as the plan.
-    on_device: propose() reads no number on the host, so that the step can be compiled with it.
+    wants_target_top: how many of the target's likeliest tokens it wants in `Context.top`.
+    tree_sizes: node counts of its trees, ascending, for compiled steps; smaller trees are padded. (): the plan's.
+    on_device: propose() reads no tensor's value on the host, so it can be compiled with the step.
     gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
-    fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
+    fixed_depth: tokens it drafts in one pass, the depth of static trees given by name; None if each level takes a pass.
     max_depth: tokens of its longest draft; None: as many as a plan asks for.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
-    reviews: of each draft of a cascade, its reviews since the run began; () for what reviews nothing.
+    reviews: for each draft of a cascade, its reviews since the run began; () for other drafters.
     longest: tokens of the longest text it can read, past which it drafts nothing; None: no such limit.
-    refillable: a finished row of a batch can become another prompt: `refill` does what that takes.
+    refillable: `refill` can replace a finished row of a batch by another prompt.
     """
 
     @property
@@ -169,11 +168,11 @@ class Drafter(Protocol):
         return False
 
     def device_draft(self, context: Context, plan: Plan) -> DeviceDraft | None:
-        """Asked before propose() where a step is compiled: what the device drafts instead; None if propose() must.
+        """Called before propose() in compiled decoding: a draft for the device to make; None if propose() must.
 
-        A drafter that is `on_device` drafts there after every step of the same depth, but not where the text ends soon
-        and steps draft less. Before the first step it is asked to read the prompt without drafting, all but the last
-        position."""
+        By default an `on_device` drafter drafts there if the step before had the plan's depth, which it does not near
+        the end of a text. Before the first step it is called to read all but the last position of the prompt, without
+        drafting."""
         if not (self.on_device and context.features.shape[1] == plan.depth + 1):
             return None
         return DeviceDraft(context, self, plan, self if isinstance(self, nn.Module) else None, plan.depth)
@@ -209,19 +208,19 @@ class Drafter(Protocol):
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan: ...
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree: ...
     def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
-        """Replace what context.memory has of these rows by the text of other prompts, but for its last two tokens.
+        """Replace what context.memory holds for these rows by other prompts, each without its last two tokens.
 
-        prompts: the context of the new rows alone, with a memory of its own. The next proposal finds the prompt's last
-        position as a row's one new position, and the root after it. Called between two proposals.
+        prompts: the context of the new rows alone, with a memory of its own. In the next proposal each of these rows
+        has one new position, the prompt's last, with the root after it. Called between two proposals.
         """
         return
 
 
 def with_defaults(drafter: Any, name: str = "draft") -> Drafter:
-    """The drafter itself if it has all that `Drafter` states, else one that has `Drafter`'s values for the rest.
+    """The drafter itself if it has all members of `Drafter`, else wrapped with the defaults of those it lacks.
 
-    name: of the argument that it is. TypeError for what cannot draft; AttributeError, the drafter's own, for what it
-    must have."""
+    name: the argument's, for messages. TypeError for what cannot draft; AttributeError if a required member is missing.
+    """
     refuse_class(name, drafter, "drafter", "propose")
     if isinstance(drafter, Drafter):
         return drafter
@@ -238,7 +237,7 @@ class _WithDefaults:
         self._drafter = drafter
 
     def __getattr__(self, name: str) -> Any:
-        stated = name not in _OPTIONAL or hasattr(type(self._drafter), name)  # whose own errors are not hidden
+        stated = name not in _OPTIONAL or hasattr(type(self._drafter), name)  # its own AttributeError is not hidden
         if stated or hasattr(self._drafter, name):
             return getattr(self._drafter, name)
         return vars(Drafter)[name].__get__(self)

@@ -1,4 +1,4 @@
-"""The bigram table of MaxGram: for each id of the vocabulary the id that follows it most often in a corpus.
+"""The bigram table of MaxGram: for each id of the vocabulary, the id that most often follows it in a corpus.
 
 The file format is that of CS Drafting (arXiv:2312.11462): a JSON list, index = token id, value = next id, 0 = unknown.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def count_bigrams(rows: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
-    """Rows of ids → the most frequent follower of each id, of ties the lowest; 0 where none was seen.
+    """Rows of ids → the most frequent follower of each id, the lowest on ties; 0 where none was seen.
 
     ValueError for an id outside the vocabulary.
     """
@@ -31,8 +31,8 @@ def count_bigrams(rows: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     return table
 
 
-# The share of a model's ids that its tokenizer may lack. They round the vocabulary's size up (T5: 32,100 to 32,128) and
-# occur in no text, so a table made with the tokenizer alone has no entries for them.
+# The share of a model's ids that its tokenizer may lack: padding of the vocabulary (T5: 32,100 to 32,128), which occurs
+# in no text, so a table made with the tokenizer alone has no entries for it.
 PADDING = 0.01
 
 
@@ -63,6 +63,6 @@ def load_bigrams(path: str | Path, vocab_size: int | None) -> tuple[int, ...]:
 
 
 def save_bigrams(table: Sequence[int], path: str | Path) -> None:
-    """Write a table, and create the folders above it."""
+    """Write a table, creating its parent folders."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(list(table)) + "\n", "utf8")

@@ -1,4 +1,4 @@
-"""CachedModel: a model that reads each row's text once, and drafts after it in the scratch slots of its KV cache.
+"""CachedModel: a model that reads each row's text once, and drafts in the scratch slots of its KV cache.
 
 Shapes: B batch rows, U unread tokens, k nodes a level, V vocabulary.
 """
@@ -19,7 +19,7 @@ from specheads.decoding.tree import DraftTree
 
 
 class CachedModel:
-    """A draft model with the rows of a batch in its KV cache: their text, and what it drafted after it.
+    """A draft model with the rows of a batch in its KV cache: their text, and the tokens drafted after it.
 
     Drafted tokens that were accepted stay in the cache, so each token is fed once.
     """
@@ -33,10 +33,10 @@ class CachedModel:
         limit: int,
         source: list[list[int]] | None = None,
     ) -> None:
-        """Reads rows of text, none of them empty; `logits` (B, 1, V) are then those after each.
+        """Reads rows of ids, none of them empty; `logits` (B, 1, V) then follow each row's last token.
 
-        limit: no text gets longer, `scratch` tokens of overshoot aside; scratch: the most nodes drafted after the
-        text; source: an encoder-decoder's source, which it encodes once.
+        limit: the longest a text gets, `scratch` tokens of overshoot aside; scratch: the most nodes drafted after the
+        text; source: ids for an encoder-decoder's encoder, which encodes them once.
         """
         encoded = None if source is None else Source.encode(model, source)
         self.target = make_target(model, scratch=scratch, source=encoded)
@@ -49,13 +49,14 @@ class CachedModel:
         self.logits = self.target.prefill(self._with_embedding(ids), lengths, room=room).logits  # (B, 1, V)
         self.levels: Any
         self.nodes: list[tuple[Tensor, Tensor]] = []  # tokens and parents (B, k) of each level drafted
-        # (B,) False in a row whose text has changed since its nodes were drafted
+        # (B,) bool: False for rows whose text has changed since their nodes were drafted
         self.current = torch.ones(len(rows), dtype=torch.bool, device=self.device)
 
     def read(self, unread: Tensor, count: Tensor, bound: int) -> Tensor:
         """Feed the text since the last call, unread (B, U) of count (B,) tokens a row → logits (B, 1, V) after it.
 
-        A row of count 0 stays as it is, and its logits are meaningless. bound: no row is longer now (host integer).
+        A row of count 0 stays as it is, and its logits are meaningless. bound: the length of the longest row, or more
+        (host integer).
         """
         unread, count = unread.to(self.device), count.to(self.device)
         self.target.prepare(bound)
@@ -69,7 +70,7 @@ class CachedModel:
     def review(self, unread: Tensor, count: Tensor, bound: int) -> Tensor:
         """Feed unread (B, U) of count (B,) tokens a row, as `read` does, but return the logits (B, U, V) after each.
 
-        Tokens that are then rejected have to be removed by `rewind`.
+        Tokens that are then rejected must be removed by `rewind`.
         """
         unread, count = unread.to(self.device), count.to(self.device)
         self.target.prepare(bound)
@@ -78,17 +79,17 @@ class CachedModel:
         return torch.cat(logits, 1)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Keep only the first lengths (B,) tokens of each row, and drop what was drafted after the others.
+        """Keep only the first lengths (B,) tokens of each row; a row that loses some loses its drafted nodes too.
 
-        The model has no recurrent layers: their state cannot be rewound."""
+        Not for models with recurrent layers, whose state cannot be rewound."""
         cache = self.target.cache
         self.current = self.current & (lengths.to(self.device) >= cache.lengths)
         cache.lengths = torch.minimum(cache.lengths, lengths.to(self.device))
 
     def replace_rows(self, rows: Tensor, other: CachedModel, lengths: Tensor) -> None:
-        """Give these rows (R,) the text of `other`, a model of R rows: its first lengths (R,) tokens. Their logits mean
-        nothing until more is read."""
-        assert isinstance(self.target, Target) and isinstance(other.target, Target)  # no other is refilled
+        """Give these rows (R,) the text of `other`, a model of R rows: its first lengths (R,) tokens. Their logits are
+        meaningless until more is read."""
+        assert isinstance(self.target, Target) and isinstance(other.target, Target)  # only these are refilled
         self.target.cache.replace_rows(rows.to(self.device), other.target.cache, lengths.to(self.device))
         self.target.set_limit(max(self.target.limit, other.target.limit), len(self.current), self.device)
 
@@ -101,8 +102,9 @@ class CachedModel:
         return self.target.forward_level(self.levels, tokens, parents).logits
 
     def _feed(self, ids: Tensor, first: Tensor, count: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Feed and commit count (B,) of the ids (B, U) from index first (B,) on, in passes of as many as there are
-        scratch slots. Yields for each pass the logits (B, u, V) after its tokens, and how many of these (B,) count."""
+        """Feed and commit count (B,) of the ids (B, U) from index first (B,) on, in passes of at most as many as there
+        are scratch slots. Yields per pass the logits (B, u, V) after its tokens, and how many of these (B,) are valid.
+        """
         columns, most = max(1, int(count.max())), self.target.scratch
         index = torch.arange(columns, device=self.device).expand(len(ids), -1)
         fed = self._with_embedding(ids).gather(1, (first.unsqueeze(1) + index).clamp(max=ids.shape[1] - 1))
@@ -129,5 +131,5 @@ class CachedModel:
         return length
 
     def _with_embedding(self, ids: Tensor) -> Tensor:
-        """ids, with the last known id in place of ids that the model has no embedding for."""
+        """ids, with those the model has no embedding for replaced by the last it has."""
         return ids.clamp(max=self.last_id)

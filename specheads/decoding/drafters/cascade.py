@@ -1,6 +1,6 @@
 """Cascade: drafts that review one another's tokens before the target does, inside propose().
 
-Each model reviews in one cached pass the tokens of smaller ones (vertical cascade). Larger drafts write the earlier
+Each model reviews the tokens of smaller ones in one cached pass (vertical cascade). Larger drafts write the earlier
 tokens and smaller ones the later (horizontal cascade). Shapes: B batch rows, U ids a draft has not read, V vocabulary.
 """
 
@@ -29,14 +29,14 @@ from specheads.decoding.tree import DraftTree
 
 
 class Cascade(Drafter):
-    """Drafts in a cascade, largest first: `DraftModel`s, of which the first may be a head, and last an n-gram drafter
+    """Drafts in a cascade, largest first: `DraftModel`s, or a head in the first position, and an n-gram drafter last
     (without one, the smallest model drafts token by token).
 
     k_matrix: how many tokens each draft writes for each reviewer (k_matrix.py); notation: "incremental" or "paper".
     leniency: a draft that reviews another accepts x if x is its own likeliest token, or, where leniency > 1, if
-    p(x) > q(x) / leniency. The target reviews by the rule of generate() alone. The result is a point mass, so it is
-    lossless under `Exact`. A head drafts exactly k_matrix[0][0] tokens, and accepts an n-gram's where it agrees; the
-    other drafts write the rest of the row, at no cost to the head. Cascade Speculative Drafting, arXiv:2312.11462.
+    p(x) > q(x) / leniency. The target reviews by generate()'s acceptance rule alone. The result is a point mass, so it
+    is lossless under `Exact`. A head drafts exactly k_matrix[0][0] tokens, and accepts an n-gram's where it agrees;
+    the other drafts write the rest of the row, at no cost to the head. Cascade Speculative Drafting, arXiv:2312.11462.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Cascade(Drafter):
     def reviews(self) -> tuple[int, ...]:
         """Reviews by each draft since generation began or since `reset`, one pass of its model each; 0 for n-grams.
 
-        The first includes the prompt. For a head these are its passes, each of which gives all levels of Medusa.
+        The first includes the prompt. For a head these are its passes, of which Medusa needs one for all levels.
         """
         return tuple(self._reviews)
 
@@ -91,7 +91,7 @@ class Cascade(Drafter):
         return chain(self.most)
 
     def reset(self) -> None:
-        """Count reviews from 0, and forget the prompts that an n-gram storage has learned."""
+        """Reset the count of reviews, and forget the prompts that an n-gram storage has learned."""
         self._reviews = [0] * len(self.drafts)
         if isinstance(self.drafts[-1], PathDrafter):
             self.drafts[-1].reset()
@@ -141,14 +141,14 @@ class Cascade(Drafter):
 
 
 class _Proposal:
-    """One proposal: the recursion over reviewers. Rows are reviewed together, each with its own lengths and limits."""
+    """One proposal: the recursion over reviewers. Rows are reviewed as a batch, each with its own length and limit."""
 
     def __init__(self, cascade: Cascade, context: Context, state: CascadeState) -> None:
         self.cascade, self.state = cascade, state
         self.ngram = replace(context, memory=context.memory.setdefault("ngram", {}))
         self.vocab_size = context.target.vocab_size
         self.models: dict[int, CachedModel] = context.memory.setdefault("cached_models", {})
-        self.idle = {0} if cascade.has_head else set()  # columns that write nothing here: a head does in `HeadReview`
+        self.idle = {0} if cascade.has_head else set()  # columns that write nothing here; a head writes in `HeadReview`
         longest = max(map(len, context.history))
         for column, draft in enumerate(cascade.drafts):
             if not isinstance(draft, DraftModel):
@@ -158,7 +158,7 @@ class _Proposal:
                 draft.refuse_other_vocabulary(self.vocab_size)
                 rows = [row[:-1] for row in context.history]
                 self.models[column] = draft.cached(rows, cascade._widest + 1, context.target.limit, context.source)
-            if longest > draft.longest:  # a text that outgrows its positions continues without it
+            if longest > draft.longest:  # a text that outgrows this model's positions continues without it
                 self.idle.add(column)
 
     def write(self, reviewer: int, rows: list[int], limit: Sequence[int] | None = None) -> None:
@@ -176,7 +176,7 @@ class _Proposal:
                 going = self._contribute(column, going)
 
     def _contribute(self, column: int, rows: list[int]) -> list[int]:
-        """Add one contribution of one draft → the rows to which it may add more."""
+        """Add one draft's next contribution → the rows to which it may add more."""
         draft, state = self.cascade.drafts[column], self.state
         if isinstance(draft, PathDrafter):
             found = draft.paths(self.ngram, draft.num_tokens, {b: list(state.ids[b]) for b in rows})
@@ -190,7 +190,7 @@ class _Proposal:
         return rows
 
     def _review(self, column: int, rows: list[int], start: list[int]) -> None:
-        """Cut each row's ids from `start` on to those that draft `column` accepts, and add its own token after them."""
+        """Cut each row's ids from `start` on to those that draft `column` accepts, and append its own next token."""
         state, leniency, model = self.state, self.cascade.leniency, self.models[column]
         read = state.read[column]
         unread = [ids[known:] if b in rows else [] for b, (ids, known) in enumerate(zip(state.ids, read, strict=True))]

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 @dataclass
 class CascadeState:
-    """By batch row:
+    """All by batch row.
 
     ids: the text and the tokens drafted after it; text: how many ids are text; q: the probability of each drafted token
     under the draft that wrote it or was the last to accept it; read[d]: how many leading ids draft d has in its cache.
@@ -30,7 +30,7 @@ class CascadeState:
         )  # fmt: skip
 
     def follow(self, history: Sequence[Sequence[int]]) -> None:
-        """Replace the text by `history`. Caches keep the ids up to the first one that differs."""
+        """Replace the text by `history`. Caches keep the ids before the first that differs."""
         for b, text in enumerate(history):
             start = self.text[b]
             pairs = zip(self.ids[b][start:], text[start:], strict=False)
@@ -39,7 +39,7 @@ class CascadeState:
             self.text[b], self.q[b] = len(text), []
 
     def replace_rows(self, rows: Sequence[int], history: Sequence[Sequence[int]]) -> None:
-        """Begin these rows anew, each with its text in `history`."""
+        """Restart these rows, each with its text in `history`."""
         new = CascadeState.of(history, len(self.read))
         for i, b in enumerate(rows):
             self.ids[b], self.text[b], self.q[b] = new.ids[i], new.text[i], new.q[i]

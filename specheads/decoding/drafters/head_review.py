@@ -1,4 +1,4 @@
-"""HeadReview: the plan given to a head at the front of a cascade, so that it reviews the drafts of smaller ones.
+"""HeadReview: the plan with which a head at the front of a cascade reviews the drafts of smaller ones.
 
 Shapes: B batch rows.
 """
@@ -22,7 +22,7 @@ from specheads.decoding.tree import DraftTree
 class HeadReview:
     """Grows one chain of `depth` tokens in `state`. At each level the head accepts the token drafted there if it is the
     head's likeliest, or by `leniency`; else the head's likeliest replaces it, and write(1, rows) drafts again after it.
-    At leniency 1 nothing is written: the result is the head's own chain in any case.
+    At leniency 1 nothing is written: the result would be the head's own chain anyway.
 
     drafting_slots: slots of the head's cache, into which an accepted draft is fed whole. rows: the batch rows that
     draft.
@@ -43,7 +43,7 @@ class HeadReview:
         return replace(self, depth=min(depth, self.depth))
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        """The drafts are left in `state`; the tree returned is the root."""
+        """Leaves the drafts in `state`; the returned tree is the root alone."""
         state, undrafted = self.state, self.rows
         tokens, above = root.unsqueeze(1), None
         for level in range(self.depth):
@@ -53,7 +53,7 @@ class HeadReview:
             best, ids = children.top(1)
             likeliest, q_likeliest = ids[:, 0, 0].tolist(), best[:, 0, 0].exp().tolist()
             written = [row[start + level : start + level + 1] for row, start in zip(state.ids, state.text, strict=True)]
-            p = [0.0] * len(written)  # of the reviewer, which is the head
+            p = [0.0] * len(written)  # the reviewer's, here the head's
             if self.leniency > 1:
                 written_ids = torch.tensor([row or [0] for row in written], device=root.device)
                 p = children.probs_of(written_ids)[:, 0].tolist()

@@ -1,8 +1,8 @@
 """The k-matrix of a cascade: how many tokens each draft writes for each reviewer.
 
-Row r is a reviewer (0 the target, else draft r − 1), column c a draft, largest first. For a reviewer its columns write
-in turn, each until the number of tokens reaches the sum of the row up to that column. These are lower bounds, since a
-draft's last contribution may overshoot. Cascade Speculative Drafting, arXiv:2312.11462.
+Row r is a reviewer (0 the target, else draft r − 1), column c a draft, largest first. For each reviewer the columns
+write in turn, each until the number of tokens reaches the sum of the row up to that column. These are lower bounds,
+since a draft's last contribution may overshoot. Cascade Speculative Drafting, arXiv:2312.11462.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def parse_k_matrix(k_matrix: Any, names: Sequence[str], notation: str = "increme
 
 
 def most_written(k_matrix: KMatrix, path_lengths: Sequence[int | None], reviewer: int = 0) -> int:
-    """The most tokens that the drafts of a reviewer write, overshoot included.
+    """The most tokens that drafts write for a reviewer, overshoot included.
 
-    path_lengths: ids per path for each draft that writes whole paths; None for drafts that review, and add one token to
-    those they accept.
+    path_lengths: ids per path for each draft that writes whole paths; None for drafts that review, and add one token
+    after those they accept.
     """
     wanted = most = 0
     for column in range(reviewer, len(path_lengths)):

@@ -1,4 +1,4 @@
-"""MaxGram (MaG): copies what followed the longest suffix of the row that occurred before; else a bigram table."""
+"""MaxGram (MaG): copies what followed the row's longest suffix where it occurred before; else uses a bigram table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, r
 
 @dataclass(frozen=True)
 class MaxGram(PathDrafter):
-    """The last drafter of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
+    """The last drafter of a cascade: it costs no more than a copy. CS Drafting, arXiv:2312.11462.
 
     It copies the ids after the first occurrence of the longest suffix that occurs earlier in the row. A copy that
     reaches the end of the row continues with itself, as matching the extended row again would. Where nothing matches
-    (an id never seen before) it follows the bigram table, up to an id the table does not know. After an encoder the
-    source comes before the row.
+    (an id never seen before) it follows the bigram table, up to an id the table does not know. With an encoder the
+    source is searched too, as if it preceded the row.
     bigrams: the table, one entry per id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
 

@@ -1,4 +1,4 @@
-"""DraftModel: a smaller model as the drafter, with a KV cache of its own in which nothing is recomputed.
+"""DraftModel: a smaller model as the drafter, with its own KV cache so that nothing is recomputed.
 
 Shapes: B batch rows, k nodes a level, V vocabulary of the target.
 """
@@ -28,9 +28,9 @@ NO_LIMIT = 2**20  # tokens, for a model that states no maximum length
 
 
 class DraftModel(Drafter):
-    """Drafts with `small`: any plan's trees, of its likeliest tokens or sampled from its distribution.
+    """Drafts any plan's trees with `small`, of its likeliest tokens or sampled from its distribution.
 
-    tokenizer, target_tokenizer: of the small model and the target, if their vocabularies differ. The draft is then a
+    tokenizer, target_tokenizer: the small model's and the target's, if their vocabularies differ. The draft is then a
     chain of the small model's likeliest tokens, converted to the target's ids through text, as in transformers'
     universal assisted generation. A text that outgrows the small model's positions continues without drafts.
     An encoder-decoder drafts for an encoder-decoder of the same vocabulary: its encoder reads the source once.
@@ -71,7 +71,7 @@ class DraftModel(Drafter):
         return not self.through_text
 
     def refuse_state(self, purpose: str) -> None:
-        """UnsupportedModel for a small model with recurrent layers, which cannot take text back."""
+        """UnsupportedModel for a small model with recurrent layers, which cannot be rewound."""
         if not self.rewinds:
             raise UnsupportedModel(
                 f"{purpose} takes back what the draft model has read, and the recurrent layers of "
@@ -100,7 +100,7 @@ class DraftModel(Drafter):
 
     def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
         memory = context.memory
-        if self.through_text:  # all of it is read at the next proposal
+        if self.through_text:  # the next proposal reads all of the text
             for row in rows:
                 memory["rows"][row] = RetokenizedText(self.tokenizer, self.target_tokenizer)
             return
@@ -122,7 +122,7 @@ class DraftModel(Drafter):
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
-            # The last token is read again if nothing new follows it, for its logits.
+            # If nothing new follows the last token, it is read again, for its logits.
             unchanged = [min(n, len(row.ids) - 1) for n, row in zip(unchanged, rows, strict=True)]
             unread = [row.ids[n:] for n, row in zip(unchanged, rows, strict=True)]
             width = max(map(len, unread))
@@ -155,7 +155,7 @@ class DraftModel(Drafter):
             raise ValueError("the draft model reads the source too, and its ids are not known; give input_ids")
 
     def refuse_other_vocabulary(self, vocab_size: int) -> None:
-        """ValueError if the target's vocabulary, of vocab_size ids, is another."""
+        """ValueError if the target's vocabulary, of vocab_size ids, is not the small model's."""
         size = vocabulary_size(self.small)
         if self.tokenizer is None and abs(size - vocab_size) > PADDING * max(size, vocab_size):
             raise ValueError(
@@ -165,7 +165,7 @@ class DraftModel(Drafter):
 
 
 def refuse_other_kind(small: PreTrainedModel, target: str, is_encoder_decoder: bool) -> None:
-    """ValueError if of the small model and the target of that name only one is an encoder-decoder."""
+    """ValueError if only one of the two is an encoder-decoder. target: its name."""
     if small.config.is_encoder_decoder != is_encoder_decoder:
         raise ValueError(
             f"{type(small).__name__} cannot draft for {target}: of the two only one is an "
@@ -178,9 +178,9 @@ def _scratch_slots(plan: Plan) -> int:
 
 
 def make_expand(model: CachedModel, device: torch.device, vocab_size: int) -> Expand:
-    """The expand() of a plan: what the model drafts after its text, on `device`.
+    """The `expand` that a plan calls: the model's logits after its text, on `device`.
 
-    If the two sizes of the vocabulary differ, the smaller counts: ids beyond it are padding and are never drafted.
+    If the two vocabularies differ in size, the smaller counts: ids beyond it are padding and are never drafted.
     """
     size = model.logits.shape[-1]
     ids = torch.arange(size, device=device) if size < vocab_size else None
@@ -193,7 +193,7 @@ def make_expand(model: CachedModel, device: torch.device, vocab_size: int) -> Ex
 
 
 def refuse_trees_through_text(plan: Plan) -> None:
-    """ValueError for a plan that cannot be drafted through text: only a chain of likeliest tokens can."""
+    """ValueError unless the plan is a chain of likeliest tokens, the only one that can be drafted through text."""
     grown = unwrapped_plan(plan)
     sampled = getattr(grown, "sampled", isinstance(grown, SampledTree))
     if sampled or plan.num_nodes != plan.depth + 1:

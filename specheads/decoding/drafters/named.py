@@ -24,14 +24,14 @@ DRAFTERS: Registry[type[Drafter]] = Registry(
 
 
 def gives_draft_probs(text: str) -> bool:
-    """May the drafts of the drafter so named have distributions? Copies, cascades and "auto" draft point masses."""
+    """May the drafter of this name give draft probabilities? Copies, cascades and "auto" draft point masses."""
     kind = text.partition(":")[0]
     return kind not in ("auto", "cascade") and (kind not in DRAFTERS or bool(DRAFTERS[kind].gives_draft_probs))
 
 
 def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
-    """What `draft` stands for: True or "head" for `head`, "auto" for what pays, a text of DRAFTERS, a drafter itself;
-    None for False or None.
+    """What `draft` stands for: True or "head" for `head`, "auto" for `AutoDrafter`, a text of DRAFTERS, a drafter
+    itself; None for False or None.
 
     ValueError for "head" where there is none and for an unknown name; TypeError for what cannot draft.
     """
@@ -60,7 +60,7 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
 
 
 def either(draft: Any, drafter: Any, head: Drafter | None = None) -> Drafter | None:
-    """The drafter of a call that takes `draft`, and `drafter` as another name of it.
+    """The drafter of a call that takes `draft`, and `drafter` as an alias.
 
     ValueError where both are given and differ.
     """

@@ -1,4 +1,4 @@
-"""N-gram storages that learn while decoding, and the drafter that uses them (NASD; ANPD without fillers)."""
+"""N-gram storages that learn during decoding, and the drafter that uses them (NASD; ANPD without fillers)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specheads.options import shown
 
 
 class _Followers:
-    """What followed one context: counts by id, and the id counted most, of ties the latest."""
+    """What followed one context: counts by id, and the most frequent id, the latest on ties."""
 
     __slots__ = ("best", "counts")
 
@@ -25,21 +25,21 @@ class _Followers:
         self.counts: dict[int, int] = {}
 
     def add(self, token: int) -> None:
-        # Removed and inserted again, so that the dict is ordered by latest count.
+        # Removed and inserted again, so that the dict is ordered by when an id was last counted.
         count = self.counts[token] = self.counts.pop(token, 0) + 1
         if count >= self.counts.get(self.best, 0):
             self.best = token
 
     def top(self, count: int) -> list[int]:
-        """The `count` ids counted most, of ties the latest first."""
+        """The `count` most frequent ids, the latest first on ties."""
         return nlargest(count, reversed(self.counts), key=self.counts.__getitem__)
 
 
 class NGramStorage:
     """Counts which id follows the last n − 1 ids, n − 2, … and the last one; answers from the longest known context.
 
-    A level is a number of context ids. For an unknown context the id is random, from vocab_size and seed; without a
-    vocab_size it is -1, which is no id.
+    A level is a number of context ids. For an unknown context the id is drawn from range(vocab_size) with `seed`;
+    without a vocab_size it is -1.
     """
 
     def __init__(self, n: int = 3, vocab_size: int | None = None, *, seed: int = 0) -> None:
@@ -73,9 +73,9 @@ class NGramStorage:
                     followers.add(token)
 
     def next_token(self, context: Sequence[int], level: int | None = None) -> tuple[int, bool]:
-        """The id that followed most often, of ties the latest, and whether one is known; if not, a random id.
+        """The id that followed most often (the latest on ties) and True; for an unknown context a random id and False.
 
-        level: ask only that one. ValueError if the storage has no such level, or has counted nothing there yet.
+        level: search only that one. ValueError if the storage has no such level, or has counted nothing there yet.
         """
         followers = self._find(context, self.levels if level is None else (self._require_level(level),))
         if followers:
@@ -83,7 +83,7 @@ class NGramStorage:
         return (-1 if self.vocab_size is None else self._random.randrange(self.vocab_size)), False
 
     def followers(self, context: Sequence[int], count: int) -> list[int]:
-        """Up to `count` ids that followed, the most often counted first; none for an unknown context."""
+        """Up to `count` ids that followed, most frequent first; none for an unknown context."""
         followers = self._find(context, self.levels)
         return followers.top(count) if followers else []
 
@@ -110,8 +110,8 @@ class OneLevelNGramStorage(NGramStorage):
 
 @dataclass(frozen=True)
 class NGram(PathDrafter):
-    """Drafts from a storage that learns the prompt (and an encoder's source), the emitted text, and the target's
-    other likely tokens.
+    """Drafts from a storage that learns the prompt (and an encoder's source), the emitted text, and other tokens the
+    target found likely.
 
     storage: by default a new one, of trigrams. filler_top_k: after each accepted id, count this many of the target's
     likeliest ids too; 1 counts only the emitted one. stop_if_unknown: end the draft at an unknown context, instead of

@@ -1,4 +1,4 @@
-"""OrCopy: a head's tree in some rows of a batch, a copy in the others, with no part for the host.
+"""OrCopy: a head's tree in some rows of a batch, a copy in the others, combined on the device.
 
 Shapes: B batch rows, N tree nodes.
 """
@@ -22,7 +22,7 @@ COPIES = "copies"  # in a context's memory
 
 @dataclass(frozen=True, eq=False)
 class OrCopy(Drafter):
-    """Drafts with `head`, and then puts copies, see `put_copies`, in the place of its trees."""
+    """Drafts with `head`, then replaces the trees of some rows by copies (see `put_copies`)."""
 
     head: Drafter
 
@@ -39,7 +39,7 @@ class OrCopy(Drafter):
 
 
 def put_copies(memory: dict[str, Any], context: Context, copies: Sequence[Sequence[int]], nodes: int) -> None:
-    """Put each row's copied ids, for trees of so many nodes, into the memory that the head drafts with.
+    """Put each row's copied ids, for trees of `nodes` nodes, into the memory that the head drafts with.
 
     A row without ids keeps the head's tree."""
     padded = [[row[-1], *ids, *[row[-1]] * (nodes - 1 - len(ids))]
@@ -50,7 +50,7 @@ def put_copies(memory: dict[str, Any], context: Context, copies: Sequence[Sequen
 
 
 def overlay(tree: DraftTree, copies: Tensor, counts: Tensor) -> DraftTree:
-    """The tree, with the first counts (B,) of copies (B, N) after the root as a chain in rows that have any."""
+    """The tree, in which a row with counts (B,) > 0 is the chain of its first `counts` copies (B, N) after the root."""
     num, depth = copies.shape[1], max(copies.shape[1] - 1, tree.max_depth)
     in_line = tree.num_nodes == tree.max_depth + 1
     tree, copied, index = tree.padded(num, depth), counts.unsqueeze(1) > 0, torch.arange(num, device=copies.device)

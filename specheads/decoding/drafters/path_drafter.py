@@ -1,7 +1,7 @@
 """PathDrafter: drafters that copy or count on the host, and propose whole paths of ids; the paths become a tree.
 
-A path is a list of ids that may follow a row, the likeliest path first. Such a draft is a point mass, so it is lossless
-whatever the paths are. B batch rows, N nodes.
+A path is a list of ids that may follow a row; the likeliest path comes first. Such a draft is a point mass, so it is
+lossless whatever the paths are. B batch rows, N nodes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Paths = list[list[int]]
 
 @dataclass(frozen=True)
 class PathDrafter(Drafter, ABC):
-    """Drafts paths of ids. Of a plan it uses num_nodes and depth alone: paths are cut to them, in order.
+    """Drafts paths of ids. Of a plan it uses only num_nodes and depth, to which paths are cut, in order.
 
-    num_tokens: ids per path where no plan says otherwise; width: the most paths, each with another first id.
+    num_tokens: ids per path where no plan says otherwise; width: the most paths, each with a different first id.
     """
 
     num_tokens: int = 10
@@ -60,8 +60,8 @@ class PathDrafter(Drafter, ABC):
     def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         """Per row up to `width` paths of at most `length` ids that may follow its history.
 
-        rows: paths after these ids instead, by batch row: its history and what was drafted after it. The drafter
-        learns nothing from drafts.
+        rows: batch row → the ids to continue instead, its history and what was drafted after it. The drafter learns
+        nothing from drafts.
         """
 
     def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:

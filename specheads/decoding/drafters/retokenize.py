@@ -1,7 +1,7 @@
 """Conversion of ids between the vocabularies of target and draft model, through text.
 
 After universal assisted generation in transformers. A draft is only a guess, so text that the second tokenizer splits
-differently costs accepted tokens, but never exactness.
+differently costs accepted tokens, never correctness.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class RetokenizedText:
 
     @property
     def num_read(self) -> int:
-        """How many of the target's ids the text has."""
+        """How many of the target's ids have been added to the text."""
         return len(self.pieces.ids)
 
     def extend(self, target_ids: list[int]) -> int:
-        """Append ids of the target → how many of `ids` did not change. The last few may, where tokens merge."""
-        # The last ones singly: if the text ends inside a character, all before that character is decoded nevertheless.
+        """Append ids of the target → how many leading `ids` did not change. The last few may, where tokens merge."""
+        # The last four one by one: if the text ends inside a character, everything before that character is decoded.
         self.tail += self.pieces.add(*target_ids[:-4]) + "".join(map(self.pieces.add, target_ids[-4:]))
         ids, before = encode_after(self.tokenizer, self.lead, self.tail), self.ids
         # The draft model needs a token to read even if the text is empty.
@@ -50,7 +50,7 @@ class RetokenizedText:
         return next((i for i, (old, new) in pairs if old != new), min(len(before), len(self.ids)))
 
     def to_target_ids(self, drafted: list[int]) -> list[int]:
-        """The target's ids of what was drafted after the text; none where they cannot be known."""
+        """The target's ids for what was drafted after the text; none if they cannot be determined."""
         eos = self.tokenizer.eos_token_id
         ended = eos in drafted
         if ended:
@@ -74,6 +74,6 @@ def encode_after(tokenizer: Any, before: str, text: str) -> list[int]:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    # Together, since some tokenizers put a space in front of a text that begins one.
+    # Encoded together, since some tokenizers prepend a space to a text.
     head, whole = encode(before), encode(before + text)
     return whole[len(head) :] if whole[: len(head)] == head else encode(text)

@@ -16,8 +16,8 @@ def to_text(ids: Iterable[int]) -> str:
 
 
 def copyable_sources(context: Context) -> list[list[int]]:
-    """Each row's source; empty without an encoder, and where it has ids that the decoder lacks: the vocabulary of the
-    encoder is then another."""
+    """Each row's source; empty without an encoder, and for a source with ids that the decoder lacks, which shows that
+    the encoder has a different vocabulary."""
     if context.source is None:
         return [[] for _ in context.history]
     size = context.target.vocab_size

@@ -1,4 +1,4 @@
-"""What a drafter that was not asked has missed: kept, so that it reads all of it at once when it is asked again.
+"""The positions that an idle drafter has missed, kept so that it reads them all at once when it drafts again.
 
 Shapes: B batch rows, P new positions of a step, F features.
 """
@@ -21,7 +21,7 @@ from specheads.decoding.tree import DraftTree
 
 
 class _Part(NamedTuple):
-    """What one step left: features (B, P, F), following (B, P) as in `Context`, and by row how many of the P count."""
+    """One step's positions: features (B, P, F), following (B, P) as in `Context`, and how many of the P a row has."""
 
     features: Tensor
     following: Tensor
@@ -33,7 +33,7 @@ class UnreadPositions:
     """The committed positions that one drafter has not read.
 
     memory: that drafter's own part of a context's. columns: of all steps held, padding included. read: how many
-    positions of each row the drafter has read; known: and how many there were with the last step that was added.
+    positions of each row the drafter has read; known: how many there were after the last step added.
     """
 
     memory: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class UnreadPositions:
     _parts: list[_Part] = field(default_factory=list)
 
     def add(self, context: Context) -> None:
-        """The positions of one step; every step must be added."""
+        """Add the positions of one step; every step must be added."""
         if not self.known:
             self.read = self.known = [0] * len(context.history)
         before, self.known = self.known, [len(row) - 1 for row in context.history]
@@ -58,12 +58,12 @@ class UnreadPositions:
 
     @property
     def count(self) -> int:
-        """The most unread positions of a row."""
+        """The most unread positions of any row."""
         return max(known - read for known, read in zip(self.known, self.read, strict=True))
 
     def propose(self, drafter: Drafter, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        """The drafter's tree, once it has read what it missed: in one pass, or, where rows differ, in passes of no more
-        positions than the plan has slots, so that no row is fed far beyond the text's limit."""
+        """The drafter's tree after it has read what it missed: for one row in one pass, for several in passes of no
+        more positions than the plan has slots, so that no row is fed far beyond the text's limit."""
         at_once = None if len(context.history) == 1 else max(plan.drafting_slots, plan.depth + 1)
         *passes, last = self.read_passes(context, at_once)
         for one in passes:
@@ -74,18 +74,18 @@ class UnreadPositions:
         self, drafter: Drafter, module: Any, context: Context, tree: StaticTree, *, at_once: int, slots: int
     ) -> DeviceDraft:
         """The draft that `drafter` makes on the device, with the weights of `module`, in a pass of `at_once` columns.
-        What does not fit is read now. slots: of the cache, made with the first draft."""
+        What does not fit is read now. slots: drafting slots of its cache, which the first draft allocates."""
         *passes, last = self.read_passes(context, at_once, static=True)
         for one in passes:
             drafter.propose(one, Sampler(), NoDraft(ReserveSlots(tree, slots)))
         return DeviceDraft(last, drafter, tree, module if isinstance(module, nn.Module) else None, tree.depth)
 
     def read_passes(self, context: Context, at_once: int | None, *, static: bool = False) -> list[Context]:
-        """The contexts of passes that read all that was missed; from the last one the drafter drafts.
+        """The contexts of the passes that read all that was missed; the drafter drafts from the last.
 
-        at_once: the most positions of a pass; None: all in one. Before the first draft, when the prompts are read, all
-        in one whatever it is. static: the last pass has as many columns, some of them perhaps without a position, and
-        the prompts are read before it."""
+        at_once: the most positions of a pass; None: all in one pass, as always before the first draft, when the prompts
+        are read. static: the last pass has exactly at_once columns, padded if need be, and prompts are read before it.
+        """
         parts, self._parts, self.columns = self._parts, [], 0
         most, fresh, self.read = self.count, not self.has_read, self.known
         context = replace(context, memory=self.memory)
@@ -112,8 +112,8 @@ class UnreadPositions:
         return passes[::-1]
 
     def refill(self, drafter: Drafter, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
-        """`Drafter.refill`: these rows hold the prompts of another context, of which the next `add` brings the last
-        position. The drafter reads the others now if it has read those before."""
+        """As `Drafter.refill`: these rows now hold `prompts`, whose last position comes with the next `add`. If the
+        drafter has read the earlier prompts, it reads the others now."""
         index, batch = prompts.new.new_tensor(rows), len(self.known)
         lengths = dict(zip(rows, (len(history) - 2 for history in prompts.history), strict=True))
         for part in self._parts:
@@ -132,7 +132,7 @@ class UnreadPositions:
 
 
 def _committed_columns(parts: Sequence[_Part]) -> list[list[int]]:
-    """By row, the columns that hold its positions where the parts are put side by side."""
+    """By row, the columns that hold its positions when the parts are concatenated."""
     columns: list[list[int]] = [[] for _ in parts[0].counts]
     first = 0
     for part in parts:
@@ -143,7 +143,7 @@ def _committed_columns(parts: Sequence[_Part]) -> list[list[int]]:
 
 
 def _only_columns(context: Context, columns: Sequence[Sequence[int]], width: int) -> Context:
-    """The context with these columns of each row alone, filled up to `width`."""
+    """The context with only these columns of each row, padded to `width`."""
     index = context.following.new_tensor([[*row, *[0] * (width - len(row))] for row in columns])
     features = context.features.gather(1, index.unsqueeze(-1).expand(-1, -1, context.features.shape[-1]))
     new = index.new_tensor([len(row) for row in columns])

@@ -1,4 +1,4 @@
-"""A chain that ends where the draft is unsure. Shapes: B batch rows, V vocabulary."""
+"""A chain that ends where the drafter is unsure. Shapes: B batch rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specheads.options import require_number
 
 @dataclass(frozen=True)
 class AdaptiveChain:
-    """A chain that ends after its first token of a draft probability below `confidence`, or at max_depth. For a head
-    with a confidence output, that output decides in place of the probability.
+    """A chain that ends after its first token with a draft probability below `confidence`, or at max_depth. For a head
+    with a confidence output, that output is used instead of the probability.
 
     sampled: draw the tokens from the draft distribution, which the tree then carries; else take the likeliest. The
-    token that ends the chain is part of it: leaving it out would bias what is accepted instead. A batch drafts until
-    every row that has room for more has had such a token, but each row's chain ends at its own, so that no row changes
-    another's text. The rule of transformers' assistant_confidence_threshold.
+    token that ends the chain is part of it: leaving it out would bias what is accepted in its place. A batch drafts
+    until every row that has room for more has had such a token, but each row's chain ends at its own, so that no row
+    changes another's text. The rule of transformers' assistant_confidence_threshold.
     """
 
     max_depth: int = 20
@@ -68,7 +68,7 @@ class AdaptiveChain:
                 best, ids = children.top(1)
                 token, q_token = ids[:, 0], best[:, 0, 0].exp()
                 unused = unsure.unsqueeze(1)
-            # A row's own chain ends where it was unsure: what follows in longer rows is no part of it.
+            # A row's own chain ends where it was unsure; what is drafted there for longer rows is not part of it.
             parents.append(torch.where(unused, -1, len(tokens) - 1))
             confidence = q_token if children.confidence is None else children.confidence()[:, 0]
             unsure = unsure | (confidence < self.confidence)

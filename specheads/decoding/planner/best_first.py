@@ -1,4 +1,4 @@
-"""The tree of the likeliest nodes: best first, by the draft probability of each node's whole path.
+"""The tree of the likeliest nodes, by the draft probability of each node's whole path.
 
 Shapes: B batch rows.
 """
@@ -20,12 +20,12 @@ from specheads.options import require_whole
 
 @dataclass(frozen=True)
 class BestFirstTree:
-    """The budget − 1 likeliest nodes, at most `depth` levels deep and with at most `width` children each: of all such
-    trees the one of which the draft expects the most accepted tokens.
+    """The budget − 1 likeliest nodes, at most `depth` levels deep and with at most `width` children each: the tree with
+    the most expected accepted tokens under the draft probabilities.
 
-    budget: nodes, root included; fewer where width and depth allow no more. beams: the most nodes of a level to
-    expand, the likeliest first; None for all that can have a child in the tree. Cheap for drafters that need no
-    forward pass per level. JetSpec, arXiv:2606.18394, over the marginals of a block.
+    budget: nodes, root included; fewer where width and depth allow no more. beams: the most nodes to expand per level,
+    likeliest first; None for all that can have a child in the tree. Cheap for drafters that need no forward pass per
+    level. JetSpec, arXiv:2606.18394, over the marginals of a block.
     """
 
     budget: int = 64
@@ -47,8 +47,8 @@ class BestFirstTree:
         """How many nodes of each level below the root are expanded."""
         beams, candidates = [], self.width
         for level in range(1, self.depth):
-            # A node of this level with a child in the tree takes `level` nodes with it: level − 1 above it, and the
-            # child. So one with budget − 1 − level likelier nodes on its level has no child in the tree.
+            # If a node of this level has a child in the tree, `level` other nodes are in it too: the level − 1 above,
+            # and the child. A node with budget − 1 − level likelier ones on its level thus has no child in the tree.
             count = min(candidates, self.budget - 1 - level, self.beams or candidates)
             if count < 1:
                 break

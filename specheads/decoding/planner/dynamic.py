@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic tree: its shape follows the draft probabilities."""
+"""EAGLE-2's dynamic tree, whose shape follows the draft probabilities."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from specheads.decoding.planner.static import StaticTree, chain, comb, default_s
 from specheads.decoding.registry import Registry
 from specheads.options import refuse_class, shown
 
-STATIC_DEPTH = 5  # of a static tree for a drafter that names no depth of its own
+STATIC_DEPTH = 5  # of a static tree for a drafter without a fixed depth
 
 
 def static(nodes: int = 16, *, draft_depth: int = STATIC_DEPTH) -> StaticTree:
-    """The static tree of so many nodes, as deep as the drafter drafts."""
+    """The static tree of so many nodes, at most `draft_depth` deep."""
     return default_static(nodes, draft_depth)
 
 
@@ -43,8 +43,8 @@ def tree_named(text: str, depth: int | None = None) -> Plan:
 
 
 def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
-    """A plan, its text, or None for the drafter's own → the plan. ValueError for other text, TypeError for what is
-    none. drafter: whose depth a static tree has."""
+    """A plan or its text → the plan; None stays None. ValueError for other text, TypeError for what is no plan.
+    drafter: gives a static tree its depth."""
     if tree is None:
         return None
     if isinstance(tree, str):
@@ -58,8 +58,8 @@ def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
 
 
 def static_choices(tree: StaticTree | str, depth: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """The choices of a static tree, or of its text. ValueError for text whose tree has no shape of its own; depth: as
-    in `tree_named`."""
+    """The choices of a static tree or its text. ValueError for text of a tree that is not static; depth: as in
+    `tree_named`."""
     plan = tree_named(tree, depth) if isinstance(tree, str) else tree
     if not isinstance(plan, StaticTree):
         raise ValueError(f"tree={tree!r} is no static tree; give chain:DEPTH, comb:DEPTH[,WIDTH] or static[:NODES]")

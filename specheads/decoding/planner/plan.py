@@ -1,7 +1,7 @@
-"""The protocol of a plan, and what a drafter tells it.
+"""The protocol of a plan, and what it gets from a drafter.
 
 A plan grows a tree through a drafter's `expand`, which scores the children of one level's nodes:
-expand(tokens (B, k), parents (B, k) indices into the level before, or None at the root) → ChildLogits.
+expand(tokens (B, k), parents (B, k) indices into the level above, or None at the root) → ChildLogits.
 Shapes: B batch rows, k nodes of a level, V vocabulary, Vd draft vocabulary.
 """
 
@@ -29,7 +29,7 @@ class ChildLogits:
 
     logits (B, 1, Vd) with width = k: all k nodes share one distribution. confidence() (B, k): the drafter's own
     estimate of the probability that what it drafts after a node is accepted; None without such an output. ended (B,):
-    the rows that have no room for these children, which `top` gives a probability of 0; None if all have.
+    rows without room for these children, to which `top` gives a probability of 0; None if all have room.
     """
 
     logits: Tensor
@@ -60,7 +60,7 @@ class ChildLogits:
         return (log_q.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
 
     def probs(self, sampler: Sampler, vocab_size: int) -> Tensor:
-        """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
+        """q (B, k, V) over all target ids, processed by the sampler; all zero where that rules out every token."""
         logits = self.logits.flatten(0, 1)
         if self.ids is not None:  # first, because processors know tokens by their target ids
             logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, self.ids, logits)
@@ -79,7 +79,7 @@ Expand = Callable[[Tensor, Tensor | None], ChildLogits]
 
 
 class Plan(Protocol):
-    """A way to grow trees. num_nodes: the most nodes of a tree, root included; depth: of the deepest node."""
+    """A way to grow trees. num_nodes: the most nodes of a tree, root included; depth: the deepest node's."""
 
     @property
     def num_nodes(self) -> int: ...
@@ -87,8 +87,8 @@ class Plan(Protocol):
     def depth(self) -> int: ...
     @property
     def drafting_slots(self) -> int:
-        """How many nodes below the root a drafter expands: the KV slots it needs for them in a cache of its own. An
-        accepted path is read in the same slots, so a drafter allocates depth + 1 of them at least."""
+        """How many nodes below the root a drafter expands: the slots it needs for them in its own KV cache. An accepted
+        path is read in the same slots, so a drafter allocates at least depth + 1."""
         ...
 
     def limited(self, depth: int) -> Plan:
@@ -102,7 +102,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class NoDraft:
-    """Drafts nothing for a step in which `plan` may not draft. The drafter still reads the new text."""
+    """Drafts nothing, for a step in which `plan` may not draft. The drafter still reads the new text."""
 
     plan: Plan
 
@@ -127,7 +127,7 @@ class NoDraft:
 
 @dataclass(frozen=True)
 class WrappedPlan:
-    """Grows the trees of `plan`; a subclass changes what else a plan says or does."""
+    """Grows the trees of `plan`; subclasses change something about them or about the plan's other properties."""
 
     plan: Plan
 
@@ -152,7 +152,7 @@ class WrappedPlan:
 
 @dataclass(frozen=True)
 class ReserveSlots(WrappedPlan):
-    """`plan`, with as many drafting slots as any later plan of the same drafter may need: it allocates them once."""
+    """`plan` with as many drafting slots as any later plan of the same drafter may need: they are allocated once."""
 
     slots: int
 
@@ -163,9 +163,9 @@ class ReserveSlots(WrappedPlan):
 
 @dataclass(frozen=True)
 class LimitRows(WrappedPlan):
-    """`plan`, whose trees of the likeliest nodes are chosen among those no deeper than depths[b] in row b.
+    """`plan`, except that trees of the likeliest nodes choose among nodes no deeper than depths[b] in row b.
 
-    A tree of a fixed shape grows as deep in every row, to be cut (`DraftTree.cut`).
+    A tree of a fixed shape grows equally deep in every row, to be cut afterwards (`DraftTree.cut`).
     """
 
     depths: tuple[int, ...]
@@ -180,20 +180,20 @@ class LimitRows(WrappedPlan):
 
 
 def unwrapped_plan(plan: Plan | None) -> Plan | None:
-    """The plan that grows the trees."""
+    """The innermost plan, which grows the trees."""
     while isinstance(plan, WrappedPlan):
         plan = plan.plan
     return plan
 
 
 def with_grown(plan: Plan, grown: Plan) -> Plan:
-    """`plan`, but another one in its wrappers grows the trees."""
+    """`plan` with its innermost plan replaced by `grown`."""
     return replace(plan, plan=with_grown(plan.plan, grown)) if isinstance(plan, WrappedPlan) else grown
 
 
 def limit_depth(plan: Plan, depth: int) -> Plan:
-    """`plan` with no node deeper than `depth`, and slots for all of it: the same object if it has no such node, a
-    `NoDraft` at depth 0."""
+    """`plan` with no node deeper than `depth`, but the drafting slots of the whole plan: the same object if it has no
+    deeper node, a `NoDraft` at depth 0."""
     if depth >= plan.depth:
         return plan
     whole = NoDraft(plan)

@@ -32,7 +32,7 @@ class RecordDraftLogits(WrappedPlan):
             return tree
         topology = tree.topology
         # A node of the tree is the expanded node with the same token and the same parent.
-        expanded = torch.where(topology.drafted, -1, 0)  # (B, N) each node's index among those expanded at its depth
+        expanded = torch.where(topology.drafted, -1, 0)  # (B, N) each node's index among the expanded ones of its depth
         logit_index = torch.zeros_like(expanded)
         start = levels[0][2].logits.shape[1]
         for depth, (tokens, parents, children) in enumerate(levels[1:], start=1):

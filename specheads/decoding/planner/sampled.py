@@ -70,7 +70,7 @@ class SampledTree:
             children = expand(level, above)
             width = level.shape[1]
             q = children.probs(sampler, vocab_size).flatten(0, 1)
-            # The last token left is drawn however small its q is, and products of such q would underflow.
+            # The last token left would be drawn however small its q is, and products of such q would underflow.
             q = q.masked_fill(q < 1e-30, 0)
             left, drawn = q, []
             for _ in range(branch):
@@ -81,13 +81,13 @@ class SampledTree:
                 left = left.scatter(1, token.unsqueeze(1), 0)
             drawn_ids = torch.stack(drawn, 1).view(batch, width * branch)
             above = torch.arange(width, device=device).repeat_interleave(branch).expand(batch, -1)
-            used = (drawn_ids >= 0) & used.repeat_interleave(branch, 1)  # below an empty slot all are empty
+            used = (drawn_ids >= 0) & used.repeat_interleave(branch, 1)  # below an empty slot all slots are empty
             parents.append(torch.where(used, start + above, -1))
             probs.append(q.view(batch, width, -1).repeat_interleave(branch, 1))
             start, level = start + width, drawn_ids.clamp_min(0)
             tokens.append(level)
         all_parents = torch.cat(parents, 1)
-        if torch.compiler.is_compiling():  # the host may not ask whether slots are empty
+        if torch.compiler.is_compiling():  # a branch on whether slots are empty cannot be traced
             topology = self.topology(batch, device).masked(all_parents >= 0)
         elif bool((all_parents[:, 1:] >= 0).all()):
             topology = self.topology(batch, device)

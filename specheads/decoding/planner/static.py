@@ -17,11 +17,11 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 from specheads.options import require_whole, shown
 
-# By rank, the share of drafts that are accepted of a head nobody measured, at every depth.
+# By rank, the assumed acceptance of a head that nobody has measured, at every depth.
 ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
 
 
-# What `StaticTree._tables` gives.
+# What `StaticTree._tables` returns.
 Tables = tuple[TreeTopology, Tensor, list[tuple[Tensor, Tensor]]]
 
 
@@ -113,8 +113,8 @@ class StaticTree:
         return levels
 
     def _tables(self, batch: int, device: torch.device) -> Tables:
-        """The trees' topology, the indices of their nodes among all candidates, and `inner` and `parents` of each level
-        as tensors: computed once per batch size and device."""
+        """The trees' topology, the indices of their nodes among all candidates, and each level's `inner` and `parents`
+        as tensors; computed once per batch size and device."""
         if (batch, device) not in self._known_tables:
             index = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
             parents = torch.tensor([[-1] + [index[choice[:-1]] for choice in self.choices]], device=device)
@@ -154,7 +154,7 @@ class StaticTree:
 
 
 def select_columns(candidates: Tensor, chosen: Tensor) -> Tensor:
-    """(B, C), (c,) ascending → (B, c) the chosen columns. All of them, as in a chain, need no copy."""
+    """(B, C), (c,) ascending → (B, c) the chosen columns. Choosing all, as in a chain, needs no copy."""
     return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
 
 
@@ -165,7 +165,7 @@ def chain(depth: int) -> StaticTree:
 
 
 def comb(depth: int, width: int = 2) -> StaticTree:
-    """A chain of the likeliest tokens, and beside each the next likeliest: `width` nodes per level.
+    """A chain of the likeliest tokens, each with the next likeliest as siblings: `width` nodes per level.
 
     The drafter needs as many passes as for the chain; the target verifies `width` times the nodes.
     """
@@ -181,11 +181,10 @@ def parallel_chains(width: int, depth: int) -> StaticTree:
 
 
 def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int) -> StaticTree:
-    """The static tree of `nodes`, root included, or of all there are, with the most expected accepted tokens.
+    """The static tree of `nodes` (or all there are), root included, with the most expected accepted tokens.
 
-    acceptance: by depth and rank; the last depth stands for all deeper ones. A node's chance is never above its
-    parent's, so the likeliest nodes form a tree, which is Sequoia's optimum (arXiv:2402.12374) for drafts of fixed
-    ranks.
+    acceptance: by depth and rank; the last depth stands for all deeper ones. A node is never likelier than its parent,
+    so the likeliest nodes form a tree, which is Sequoia's optimum (arXiv:2402.12374) for drafts of fixed ranks.
     """
     heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(acceptance[0])]
     heapq.heapify(heap)
@@ -200,9 +199,9 @@ def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int
 
 
 def default_static(budget: int, depth: int, accuracy: Sequence[float] = ASSUMED_RANKS) -> StaticTree:
-    """A static tree of `budget` nodes, or of all there are, for a head that was not measured.
+    """A static tree of `budget` nodes (or all there are) for a head that was not measured.
 
-    It assumes the rank accuracies of a moderately trained head, the same and independent at each depth. For a tree
+    It assumes the rank accuracies of a moderately trained head, independent and equal at each depth. For a tree
     measured on data see `calibrate_tree`.
     """
     require_whole("nodes", budget)

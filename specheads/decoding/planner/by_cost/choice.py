@@ -1,7 +1,7 @@
 """The draft of a step with the most expected tokens per millisecond.
 
-All rows of a batch verify trees of one size, so the budget goes where it gains most: each row takes what gains it more
-within that size, the head's tree or a copy, or nothing. What a row gains counts less where others are behind it.
+All rows of a batch verify trees of one size. Within it each row takes what it gains more from, the head's tree or a
+copy, or nothing. A row's gain counts less if other rows are behind it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from operator import mul
 
 from specheads.decoding.planner.by_cost.shapes import CAUTION, Menu, Shape
 
-LUCK = 0.5  # by how many steps, over the square root of those they need, rows are expected to drift apart
-PROBE_SHARE = 0.02  # of the time that may be spent on trying a head that does not seem to pay
+LUCK = 0.5  # how far rows are expected to drift apart: this many steps times the square root of the steps they need
+PROBE_SHARE = 0.02  # share of the time that may be spent on trying a head that does not seem to pay
 
 
 class Worth:
     """What accepted drafts are worth to a batch, in tokens.
 
     A batch is done when its last row is, so a token of a row that is ahead of the others saves no time. With R the
-    steps that each row still needs, the batch takes about F(R) = s log Σ exp(R / s): the largest of R, and more where
-    others are near it, as each may turn out to be the last. `worth(gains)` is the number of rows times what these gains
-    take off F over what a step without drafts takes off it. For one row that is 1 + its gain.
+    steps that each row still needs, the batch takes about F(R) = s log Σ exp(R / s): the largest of R, and more if
+    others are near it, as each may turn out to be the last. `worth(gains)` is the number of rows times the drop in F
+    from these gains, relative to that from a step without drafts. For one row that is 1 + its gain.
 
-    remaining: tokens that each row may gain; pace: tokens it gained a step lately. Both are empty for rows whose places
-    other texts take: then it is rows + Σ gains.
+    remaining: tokens that each row may gain; pace: tokens a step that it has gained lately. Both are empty if new
+    prompts replace finished rows: then it is rows + Σ gains.
     """
 
     def __init__(self, rows: int, remaining: Sequence[int] = (), pace: Sequence[float] = ()) -> None:
@@ -52,14 +52,14 @@ class Worth:
         return self.factor * math.log(sum(left))
 
     def at_most(self, gains: Sequence[float]) -> float:
-        """A limit that takes less time: further tokens are never worth more than the first, since F is convex."""
+        """An upper bound that is cheaper: further tokens are never worth more than the first, since F is convex."""
         return self.rows + sum(map(mul, self.slopes, gains))
 
 
 @dataclass(frozen=True)
 class Choice:
     """shape: the head's, None if it does not draft. nodes: of the tree, root included; 1 drafts nothing. copies: which
-    rows take the copy. tokens: what is expected of the step, as `Worth` counts it; ms: of the step."""
+    rows take the copy. tokens: expected from the step, as `Worth` counts them; ms: the step's expected time."""
 
     shape: Shape | None
     nodes: int
@@ -80,11 +80,11 @@ def choose(
     draft_ms: Sequence[float],
     worth: Worth,
 ) -> Choice:
-    """The choice with the most expected tokens per millisecond, a draft only if it is ahead of none by CAUTION.
+    """The choice with the most expected tokens per millisecond; a draft only if it beats no draft by CAUTION.
 
-    head_gains: by shape and row, or empty for a choice without the head; copy_gains: by row and the number copied. Rows
-    that have ended have no entry. step_ms: by size of the menu; draft_ms: by its shapes. Ties go to the choice without
-    the head, and to the smaller step.
+    head_gains: by shape and row, or empty for a choice without the head; copy_gains: by row and number of copied ids.
+    Rows that have ended have no entry. step_ms: by size of the menu; draft_ms: by its shapes. Ties go to the choice
+    without the head, and to the smaller step.
     """
     none = [0.0] * worth.rows
     by_size = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in menu.sizes]
@@ -103,10 +103,10 @@ def choose(
 
 
 def reading_pays(best: Choice, without: Choice, share: float, tokens: float, read_ms: float) -> bool:
-    """Does the head of `best`, which would read the prompt first, save that time over what is best without it?
+    """Does the head of `best` save more time over `without` than it takes to read the prompt first?
 
-    share: of the steps so far, this one included, that would have drafted with it; as often it drafts from here on.
-    tokens: that the batch still gains; read_ms: of the prompt.
+    share: the share of steps so far, this one included, that would have used the head, taken to stay the same. tokens:
+    how many the batch still gains; read_ms: to read the prompt.
     """
     saved = best.tokens / without.rate - best.ms
     steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
@@ -114,6 +114,6 @@ def reading_pays(best: Choice, without: Choice, share: float, tokens: float, rea
 
 
 def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:
-    """May a head that has been idle for so many steps be tried? Once the time lost if nothing of it is accepted is
-    PROBE_SHARE of what those steps took. probe_ms: of a step that tries it. rows: that run."""
+    """May a head be tried that has been idle for so many steps? Yes, once the time lost if nothing is accepted is at
+    most PROBE_SHARE of what those steps took. probe_ms: of a step that tries it. rows: how many are running."""
     return probe_ms - rows / best.rate <= PROBE_SHARE * idle * best.ms

@@ -1,4 +1,4 @@
-"""A tree that stops where another level or node is not worth its time, by the draft's own probabilities.
+"""A tree that stops growing where, by the draft's own probabilities, another level or node is not worth its time.
 
 Shapes: B batch rows, k nodes of a level, C candidates.
 """
@@ -18,8 +18,8 @@ from specheads.decoding.tree import DraftTree, TreeTopology
 
 @dataclass
 class Grown:
-    """Every candidate of one row, as host numbers: its token, its parent (−1 is the root) and the draft's confidence in
-    it given its parent. chances: that its whole path is accepted."""
+    """Every candidate of one row, on the host: its token, its parent (−1 is the root) and the draft's confidence in it
+    given its parent. chances: the chance that its whole path is accepted."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -33,17 +33,17 @@ class Grown:
 
 @dataclass
 class CostAwareTree:
-    """Grows level by level while the next level raises the expected tokens per millisecond; then keeps as many of the
-    likeliest nodes as raise it most.
+    """Grows level by level while the next level raises the expected tokens per millisecond; then keeps the number of
+    likeliest nodes that maximises it.
 
     With w the chance of a node and Φ the sum of those kept: another node is kept while (1 + Φ + w) / time rises
     (CaDDTree, arXiv:2606.01813), and another level drafted if it would rise with the level's likely chances (OPT-Tree,
     arXiv:2406.17276). Both look at what was drafted before, never at what is drawn after. The nodes are point masses.
 
-    sizes: what the tree may count, root included. time(nodes, levels): milliseconds of a step that verifies `nodes` and
-    expanded `levels` nodes of each level. calibrate: the draft's confidence → a chance. next_share: by depth, the usual
-    chance of the likeliest child. worth: of the accepted tokens of each row, see `choice.Worth`. width: children per
-    node; beams: nodes expanded per level. grown: every candidate of each row, once it has grown.
+    sizes: the allowed numbers of nodes, root included. time(nodes, levels): milliseconds of a step that verifies
+    `nodes` and expanded `levels` nodes of each level. calibrate: the draft's confidence → a chance. next_share: by
+    depth, the usual chance of the likeliest child. worth: the value of each row's accepted tokens, see `choice.Worth`.
+    width: children per node; beams: nodes expanded per level. grown: each row's candidates, once the tree has grown.
     """
 
     sizes: tuple[int, ...]
@@ -105,8 +105,8 @@ class CostAwareTree:
         return added
 
     def _best_size(self, levels: tuple[int, ...], more: Sequence[Sequence[float]] = ()) -> tuple[float, int]:
-        """The most tokens per millisecond, and the size that gives it. more: chances that further candidates of each
-        row would have."""
+        """The highest tokens per millisecond, and the size that gives it. more: by row, the chances of further
+        candidates."""
         rows = [
             sorted([*grown.chances, *(more[b] if more else ())], reverse=True) for b, grown in enumerate(self.grown)
         ]
@@ -133,6 +133,6 @@ class CostAwareTree:
             slot = {-1: 0} | {i: n for n, i in enumerate(chosen, start=1)}
             tokens.append([first, *(grown.tokens[i] for i in chosen)])
             parents.append([-1, *(slot[grown.parents[i]] for i in chosen)])
-        topology = TreeTopology.of(torch.tensor(parents, device=root.device), len(self.levels) + 1)
         depth = len(self.levels) + 1
+        topology = TreeTopology.of(torch.tensor(parents, device=root.device), depth)
         return DraftTree(torch.tensor(tokens, device=root.device), topology.parents, depth, topology=topology)

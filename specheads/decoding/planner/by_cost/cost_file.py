@@ -1,4 +1,4 @@
-"""The file of `specheads tune`: the step costs of one base, head and machine, and the curves shipped for others."""
+"""The file that `specheads tune` writes: step costs of one base, head and machine; and the shipped default curves."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _log = logging.getLogger(__name__)
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides how long a step takes, besides the model and the machine."""
+    """Versions of the software that decides how long a step takes."""
     return {"torch": str(torch.__version__), "specheads": __version__}
 
 
 @dataclass(frozen=True)
 class CostKey:
     """What measured costs hold for. base: digest of its fingerprint; head: digest of its options, "none" without one;
-    device: its name and, of a CPU, the threads; compiled: is the step compiled?"""
+    device: its name and, for a CPU, the number of threads; compiled: is the step compiled?"""
 
     base: str
     head: str
@@ -48,8 +48,8 @@ class CostKey:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Step costs by batch size. acceptance: by depth and rank, the share of drafts of that rank that were right where
-    all drafts above them were; empty if it was not measured. title: in messages. versions: that measured the costs."""
+    """Step costs by batch size. acceptance: by depth and rank, the share of drafts of that rank that were right given
+    that all drafts above them were; empty if not measured. title: for messages. versions: those that measured it."""
 
     key: CostKey | None
     batches: Mapping[int, StepCosts]
@@ -68,7 +68,7 @@ class CostTable:
                 )
 
     def for_rows(self, rows: int) -> StepCosts:
-        """Those of this batch size, else of the nearest smaller one, else of the smallest."""
+        """The costs of this batch size, else of the nearest smaller one, else of the smallest."""
         smaller = [batch for batch in self.batches if batch <= rows]
         return self.batches[max(smaller) if smaller else min(self.batches)]
 
@@ -85,8 +85,8 @@ class CostTable:
 
     @classmethod
     def load(cls, path: Path, *keys: CostKey) -> CostTable:
-        """keys: the costs must hold for one of them, with a warning where other versions measured them; none: whatever
-        they hold for.
+        """keys: the costs must hold for one of them, with a warning if other versions measured them; none given: any
+        costs will do.
 
         OSError if the file cannot be read; ValueError, in one line, if it is no table of costs or has another key.
         """
@@ -116,7 +116,7 @@ class CostTable:
 
     @property
     def measured_with(self) -> str:
-        """The versions, in words."""
+        """The versions as text, for messages."""
         return _spelled(self.versions)
 
 
@@ -135,6 +135,6 @@ def costs_dir() -> Path:
 
 @cache
 def shipped_costs(device_type: str, *, compiled: bool = False) -> CostTable:
-    """The curves shipped for this type of device: those of a GPU for all that is no CPU."""
+    """The curves shipped for this device type; everything but a CPU gets those of a GPU."""
     name = ("cpu" if device_type == "cpu" else "gpu") + ("_compiled" if compiled else "")
     return CostTable.load(Path(__file__).with_name("shipped") / f"{name}.json")

@@ -15,9 +15,9 @@ MOST_MS = 10**9
 
 @dataclass(frozen=True)
 class Curve:
-    """Milliseconds over a count, never decreasing: straight lines between points.
+    """Milliseconds as a function of a count: non-decreasing, with linear interpolation between points.
 
-    Constant before the first point; past the last one the last line continues. ValueError for points that decrease.
+    Constant before the first point; extrapolated past the last. ValueError for points that decrease.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -34,7 +34,7 @@ class Curve:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[float, float]]) -> Curve:
-        """The non-decreasing curve closest to the measured points in squares (pool adjacent violators)."""
+        """The non-decreasing least-squares fit to the measured points (pool adjacent violators)."""
         pools: list[list[float]] = []  # mean, members
         counts = sorted(measured)
         for _, value in counts:
@@ -59,11 +59,11 @@ class Curve:
 class StepCosts:
     """What a step of `batch` rows costs, in milliseconds.
 
-    verify: context length → curve over the nodes of each row's tree, root included; loop: the rest of the step over
-    the same nodes. read: the drafter's pass over the positions committed since it last drafted, and its first level;
+    verify: context length → curve over the nodes of each row's tree, root included; loop: the rest of the step, over
+    the same nodes. read: the drafter's pass over the positions committed since it last drafted, with its first level;
     level: each further level, over the nodes expanded in it; both None without a drafter that takes passes. lookup:
-    the search for a copy over the context length. shapes: drafting by the nodes expanded in each level, where it was
-    measured as a whole, as in a compiled step; `read` then says what more positions add.
+    the search for a copy, over the context length. shapes: nodes expanded in each level → drafting measured as a
+    whole, as in a compiled step; `read` then says what more positions add.
     """
 
     batch: int
@@ -87,8 +87,8 @@ class StepCosts:
                 raise ValueError(f"shape {list(levels)} costs {ms} ms; need 0 to {MOST_MS:,}")
 
     def step(self, rows: int, nodes: int, length: int) -> float:
-        """Verifying and committing `nodes` a row after `length` tokens of context; a batch of another size costs what
-        as many nodes in all cost."""
+        """Cost of verifying and committing `nodes` a row after `length` tokens of context. A batch of another size
+        costs as much as the same total number of nodes."""
         key = rows, nodes, length // BLOCK
         if key not in self._steps:
             shared = nodes * rows / self.batch
@@ -97,7 +97,7 @@ class StepCosts:
         return self._steps[key]
 
     def draft(self, rows: int, levels: Sequence[int], positions: int) -> float:
-        """Drafting after `positions` unread ones, with so many nodes expanded in each level below the root."""
+        """Cost of drafting after `positions` unread ones; levels: nodes expanded in each level below the root."""
         if self.read is None or self.level is None:
             return 0.0
         share, key = rows / self.batch, (rows, *levels)

@@ -1,4 +1,4 @@
-"""The device that costs were measured on, by name."""
+"""The name of the device that costs were measured on."""
 
 from __future__ import annotations
 

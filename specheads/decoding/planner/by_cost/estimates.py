@@ -1,6 +1,6 @@
-"""How likely drafts are to be accepted: what was measured or assumed, corrected by the tokens of this text.
+"""How likely drafts are to be accepted: a measured or assumed prior, corrected by the tokens of this text.
 
-Everything here follows from tokens and draft probabilities, never from a clock.
+Everything here depends on tokens and draft probabilities, never on a clock.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import mul
 
-MEMORY = 32  # trials after which an older one counts 1/e
-PRIOR_WEIGHT = 4.0  # trials that the assumption counts as
-# By the length of the match that precedes a copied token: the shortest of the bucket, and the share accepted.
+MEMORY = 32  # trials after which a trial's weight has decayed to 1/e
+PRIOR_WEIGHT = 4.0  # trials that the prior counts as
+# Buckets by the length of the match that precedes a copied token: the shortest length of each, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 _DECAY = 1 - 1 / MEMORY
 
 
 class Share:
-    """A share of hits among trials, in which older trials fade."""
+    """The share of hits among trials, with exponentially decaying weights."""
 
     __slots__ = ("hits", "trials")
 
@@ -31,7 +31,7 @@ class Share:
         self.trials = self.trials * _DECAY + weight
 
     def fade(self, steps: int) -> None:
-        """So many steps passed without a trial."""
+        """Decay as if so many trials had passed."""
         self.hits, self.trials = self.hits * _DECAY**steps, self.trials * _DECAY**steps
 
     def mean(self, assumed: float) -> float:
@@ -42,8 +42,8 @@ class HeadEstimate:
     """One row's acceptance of a head's drafts, by depth (0 is the first) and rank, each given that its parent was
     accepted.
 
-    assumed: by depth and rank; the last depth stands for all deeper ones. A change seen at one depth is assumed of the
-    next one too, until that has trials of its own.
+    assumed: by depth and rank; the last depth stands for all deeper ones. A deviation seen at one depth is assumed at
+    the next too, until that has trials of its own.
     """
 
     def __init__(self, assumed: Sequence[Sequence[float]], depths: int) -> None:
@@ -55,7 +55,7 @@ class HeadEstimate:
         self._gains: dict[tuple[tuple[int, ...], ...], float] = {}
 
     def add(self, depth: int, rank: int | None, width: int = 1) -> None:
-        """Which of `width` drafts at this depth, after accepted ones, was accepted? None: none of them."""
+        """Count a trial: of `width` drafts at this depth, after accepted ones, that of `rank` was accepted, or none."""
         if width > 1:
             expected = sum(self._scaled(depth)[1:width])
             self.others.add((rank or 0) > 0, expected)
@@ -63,7 +63,7 @@ class HeadEstimate:
         self._forget()
 
     def fade(self, steps: int) -> None:
-        """So many steps passed without a draft."""
+        """Decay for `steps` steps without a draft."""
         for share in (*self.shares, self.others):
             share.fade(steps)
         self._forget()
@@ -74,7 +74,7 @@ class HeadEstimate:
 
     @property
     def means(self) -> list[float]:
-        """By depth, the share of the likeliest drafts that are accepted."""
+        """By depth, the acceptance of the likeliest draft."""
         if self._means is None:
             means, scale = [], 1.0
             for share, ranks in zip(self.shares, self.assumed, strict=True):
@@ -85,21 +85,21 @@ class HeadEstimate:
 
     @property
     def chain_gains(self) -> list[float]:
-        """Entry d: the expected accepted tokens of a chain of d."""
+        """Entry d: the expected accepted tokens of a chain of d drafts."""
         if self._chain_gains is None:
             self._chain_gains = [0.0, *accumulate(accumulate(self.means, mul))]
         return self._chain_gains
 
     def rank_shares(self, depth: int) -> list[float]:
-        """By rank, the share accepted at this depth."""
+        """By rank, the acceptance at this depth."""
         first, *others = self._scaled(depth)
         scale = (self.others.hits + 1) / (self.others.trials + 1)
         scale = min(scale, (1 - first) / (sum(others) or 1))
         return [first, *(share * scale for share in others)]
 
     def _scaled(self, depth: int) -> list[float]:
-        """What is assumed by rank, where the likeliest draft is as good as it has been. The others are worse where that
-        one is better, since less is left, and where it is worse, since then the head is."""
+        """The assumed acceptance by rank, rescaled to the observed one of the likeliest draft. The other ranks get less
+        if that is better than assumed, since less probability is left, and if it is worse, since then the head is."""
         first, *others = self.assumed[depth]
         mean = self.means[depth]
         rest = min((1 - mean) / (1 - first) if first < 1 else 0.0, mean / first if first else 0.0)
@@ -120,14 +120,14 @@ class HeadEstimate:
 class CopyEstimate:
     """One row's acceptance of copied tokens, by the length of the match before each.
 
-    After accepted ones the match is longer by their number, so one list serves every depth of a copy.
+    Each accepted token makes the match one longer, so one list serves every depth of a copy.
     """
 
     def __init__(self) -> None:
         self.shares = [Share() for _ in COPY_BUCKETS]
         ends = (*COPY_BUCKETS[1:], COPY_BUCKETS[-1] + 1)
         self.spans = [slice(*lengths) for lengths in zip(COPY_BUCKETS, ends, strict=True)]
-        # By length; the last stands for all longer ones, and where nothing matches, nothing is copied.
+        # By length; the last stands for all longer ones, and without a match nothing is copied.
         self.means = [0.0] * ends[-1]
         for span, share in zip(self.spans, COPY_SHARES, strict=True):
             self.means[span] = [share] * (span.stop - span.start)
@@ -145,7 +145,7 @@ class CopyEstimate:
 
 
 class Calibration:
-    """The share of drafts that are accepted, by the draft's own probability or confidence in them."""
+    """The share of drafts accepted, by the drafter's own probability or confidence."""
 
     BINS = 8
 
@@ -156,7 +156,7 @@ class Calibration:
         self.shares[self._bin(confidence)].add(hit)
 
     def __call__(self, confidence: float) -> float:
-        """The probability as it has proved itself: in a bin without trials, as the draft states it."""
+        """The observed acceptance at this confidence, with the confidence itself as the prior."""
         share = self.shares[self._bin(confidence)]
         return min(1.0, share.mean(confidence))
 

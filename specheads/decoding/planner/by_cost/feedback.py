@@ -1,4 +1,4 @@
-"""What the text says of a head's drafts.
+"""Learning from the text that followed how good a head's drafts were.
 
 B batch rows.
 """
@@ -15,9 +15,9 @@ from specheads.decoding.planner.by_cost.shapes import Shape
 def learn_static(
     heads: Sequence[HeadEstimate], shape: Shape, ranks: Sequence[Sequence[int]], drafted: Sequence[bool]
 ) -> None:
-    """Of a static tree in the rows where it was drafted: by depth, which child was accepted, or that none was.
+    """Learn from a static tree, in the rows where it was drafted: by depth, which child was accepted, if any.
 
-    ranks: of each row's accepted drafts, among their siblings."""
+    ranks: the sibling ranks of each row's accepted drafts."""
     for row, accepted, counts in zip(heads, ranks, drafted, strict=True):
         node: tuple[int, ...] = ()
         for depth, rank in enumerate((*accepted, None)) if counts else ():
@@ -31,7 +31,7 @@ def learn_static(
 def learn_grown(
     heads: Sequence[HeadEstimate], calibration: Calibration, plan: CostAwareTree, gained: Sequence[Sequence[int]]
 ) -> None:
-    """Of a cost-aware tree's candidates, drafted nodes or not. gained: by row the tokens that followed."""
+    """Learn from all candidates of a cost-aware tree, in the tree or not. gained: by row, the tokens that followed."""
     for row, tree, tokens in zip(heads, plan.grown, gained, strict=True):
         node = -1
         for depth, token in enumerate(tokens):
@@ -41,7 +41,7 @@ def learn_grown(
             right = [rank for rank, child in enumerate(children) if tree.tokens[child] == token]
             for child in children:
                 calibration.add(tree.confidences[child], tree.tokens[child] == token)
-            if depth == 0:  # deeper levels were drafted where the head was sure, so they are no fair sample
+            if depth == 0:  # deeper levels are drafted only where the head is sure, a biased sample
                 row.add(0, right[0] if right else None, len(children))
             if not right:
                 break
@@ -49,7 +49,7 @@ def learn_grown(
 
 
 class Surplus:
-    """The tokens of cost-aware trees against those that static shapes promised for the same time."""
+    """The tokens of cost-aware trees compared with what static shapes promised for the same time."""
 
     FADE, WEIGHT = 0.98, 16.0
 
@@ -60,7 +60,7 @@ class Surplus:
         self.tokens, self.expected = self.tokens * self.FADE + tokens, self.expected * self.FADE + expected
 
     def fade(self) -> None:
-        """A step went by with a static shape."""
+        """Decay for a step with a static shape."""
         self.add(0, 0)
 
     @property

@@ -20,13 +20,13 @@ TREES = (4, 8, 16, 32, 64)  # nodes, root included
 COMPILED_CHAINS, COMPILED_COPIES = (2, 5), (5, 15, 31)
 LARGEST = max(*TREES, *(1 + n for n in COPIES))
 COMPILED_SIZES = tuple(sorted({1, *TREES, *(1 + n for n in (*COMPILED_CHAINS, *COMPILED_COPIES))}))
-WORTH = 4.0  # head's trees that take longer than so many plain steps are left out
-CAUTION = 0.08  # by which share a draft must promise to be faster than none: costs and chances are estimates
+WORTH = 4.0  # trees of the head that take longer than so many plain steps are left out
+CAUTION = 0.08  # how much faster than no draft, as a share, a draft must promise to be: costs and chances are estimates
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A static tree of the head, and what it costs to draft and to verify."""
+    """A static tree of the head, and the numbers that its cost and its gain depend on."""
 
     tree: StaticTree
 
@@ -50,7 +50,7 @@ class Shape:
 
     @cached_property
     def children(self) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
-        """The choices below each choice that has some, in the order drafted; () is the root."""
+        """Choice → its child choices in drafting order, for those that have any; () is the root."""
         children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for choice in self.tree.choices:
             children.setdefault(choice[:-1], []).append(choice)
@@ -63,9 +63,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Menu:
-    """shapes: of the head, the chains first; sizes: how many nodes a step may verify, ascending, 1 among them.
+    """shapes: the head's, chains first; sizes: the node counts that a step may verify, ascending, from 1 on.
 
-    own_size: the head's shapes are verified in steps of their own size alone, whatever else could fill a larger one.
+    own_size: the head's shapes are verified only in steps of exactly their size, not in larger ones.
     """
 
     shapes: tuple[Shape, ...]
@@ -81,7 +81,7 @@ class Menu:
 
     @cached_property
     def depth(self) -> int:
-        """Of the deepest shape."""
+        """The deepest shape's depth."""
         return max((shape.depth for shape in self.shapes), default=0)
 
     @property
@@ -90,7 +90,7 @@ class Menu:
         return max((max(s.depth + 1, s.tree.drafting_slots) for s in self.shapes), default=0)
 
     def within(self, nodes: int, depth: int) -> Menu:
-        """What fits a limit."""
+        """The part of the menu within these limits."""
         if nodes >= self.sizes[-1] and depth >= self.depth:
             return self
         shapes = tuple(i for i, shape in enumerate(self.shapes) if shape.nodes <= nodes and shape.depth <= depth)
@@ -112,17 +112,17 @@ def make_menu(
     branching: bool = True,
     longest: int = 0,
 ) -> Menu:
-    """The shapes worth having where a step costs so much: those that pay if all of a draft is accepted.
+    """The shapes worth having at these costs: those that pay if all of a draft is accepted.
 
-    depth: the most levels the head drafts. compiled: few, since each is a graph that takes a while to compile.
-    branching: False for a target with recurrent layers, which are fed every path of a tree from its root, where the
+    depth: the most levels the head drafts. compiled: few shapes, since each is a graph that takes a while to compile.
+    branching: False for a target with recurrent layers, which are fed every path of a tree from its root, while the
     costs count nodes. longest: tokens of the longest text that may come.
     """
     chains, copies = (COMPILED_CHAINS, COMPILED_COPIES) if compiled else (CHAINS, COPIES)
 
     def plain_steps(nodes: int, levels: Sequence[int] | None = None) -> float:
-        """How many plain steps one takes that verifies so many nodes, and drafts them with the head if levels are
-        given: at the start of a text or at its end, whichever is fewer."""
+        """The cost, in plain steps, of a step that verifies so many nodes, and drafts them with the head if levels are
+        given: at the start of a text or at its end, whichever is lower."""
         drafting = 0.0 if levels is None else costs.draft(rows, levels, 1)
         return min((costs.step(rows, nodes, n) + drafting) / costs.step(rows, 1, n) for n in (0, longest))
 
@@ -144,7 +144,7 @@ def make_menu(
 def fastest_tree(
     acceptance: Sequence[Sequence[float]], nodes: int, depth: int, costs: StepCosts, rows: int
 ) -> StaticTree:
-    """The tree of `nodes` with the most expected tokens per millisecond, of all depths."""
+    """The tree of `nodes` with the most expected tokens per millisecond, over all depths."""
     row = HeadEstimate(acceptance, depth)
     trees = (likeliest_tree(acceptance, nodes, most) for most in range(1, depth + 1))
     return max(trees, key=lambda tree: _rate(tree, row, costs, rows))

@@ -1,4 +1,4 @@
-"""StepPlanner: the draft of each step of a batch, by what steps cost and what was accepted so far.
+"""StepPlanner: chooses the draft of each step of a batch, by what steps cost and what was accepted so far.
 
 It sees numbers and tokens, no model and no tensors.
 """
@@ -15,21 +15,21 @@ from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstima
 from specheads.decoding.planner.by_cost.feedback import Surplus, learn_grown, learn_static
 from specheads.decoding.planner.by_cost.shapes import CHAINS, Menu, Shape
 
-TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
-REST_AFTER, MOST_REST = 4, 7  # steps are left unplanned once 4 in a row were planned in vain: one, then one more, to 7
-PACE = 1 / 16  # the weight of the newest step in the tokens that a row gains a step
+TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, where trees pay (else it is a chain); its beams are as many
+REST_AFTER, MOST_REST = 4, 7  # after 4 plans in a row without a draft, 1 step goes unplanned, then 2, … up to 7
+PACE = 1 / 16  # the newest step's weight in the moving average of a row's tokens per step
 NO_COPY: tuple[int, list[int]] = (0, [])
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What a choice goes by, besides what was learnt.
+    """What a choice depends on, besides what was learnt.
 
-    menu: what may be chosen from. copies: by row, the length of the longest match and the ids that followed it before.
-    remaining: by row, the tokens that it may still gain, 0 once it has finished. others_wait: may another text take the
-    place of the next row to finish? bound: no row has more committed tokens.
-    has_read: has the head read the prompts? unread: the most positions of a row that it has not. read: the positions
-    that reading costs go by if the prompt, which is read once whenever a head first drafts, is none of them.
+    menu: what may be chosen. copies: by row, the length of the longest match and the ids that followed it before.
+    remaining: by row, the tokens that it may still gain, 0 once it has finished. others_wait: may a new prompt replace
+    the next row that finishes? bound: no row has more committed tokens.
+    has_read: has the head read the prompts? unread: the most positions of a row that it has not read. read: the number
+    of positions to charge for reading; it leaves out the prompt, which is read once, when the head first drafts.
     """
 
     menu: Menu
@@ -45,11 +45,12 @@ class StepState:
 class StepPlanner:
     """Plans the steps of one batch.
 
-    heads, copied, pace: by row, how the head's drafts and copies were accepted, and the tokens gained a step lately.
-    calibration, surplus: of cost-aware trees. choice: the last, made for `state`; worth: of that step's tokens; grown:
-    its tree if that was cost-aware, with what a static one promised for its time. idle: steps since the head drafted.
-    wanted: those before it read the prompt in which it promised the most, but for reading. fruitless: planned steps in
-    a row that drafted nothing. rest: how many steps are left unplanned now; rested: how many were since the last plan.
+    heads, copied, pace: by row, how the head's drafts and copies were accepted, and the tokens per step gained lately.
+    calibration, surplus: of cost-aware trees. choice: the last, made for `state`; worth: values that step's tokens;
+    grown: its tree if it was cost-aware, and what a static one promised for the same time. idle: steps since the head
+    drafted. wanted: steps, before the head has read the prompt, in which it would have been best but for reading.
+    fruitless: consecutive plans that drafted nothing. rest: steps still to leave unplanned; rested: steps left
+    unplanned since the last plan.
     """
 
     def __init__(self, costs: StepCosts, menu: Menu, assumed: Sequence[Sequence[float]], rows: int) -> None:
@@ -69,7 +70,7 @@ class StepPlanner:
         return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
 
     def rests(self) -> bool:
-        """Is the next step left unplanned? It then drafts nothing, as the one before. Asked once a step."""
+        """Is the next step left unplanned? It then drafts nothing, like the one before. Call once a step."""
         if not self.rest:
             return False
         self.rest -= 1
@@ -87,7 +88,7 @@ class StepPlanner:
             self.idle += 1
         else:
             for row in self.heads:
-                row.fade(self.idle // 4)  # what it was like counts for longer than if it had been seen since
+                row.fade(self.idle // 4)  # idle steps age an estimate less than trials do
             self.idle = 0
         return self.choice
 
@@ -111,7 +112,7 @@ class StepPlanner:
             if not reading_pays(best, without, self.wanted / (self.idle + 1), left, read_ms):
                 best = without
         if best.shape is None and menu.shapes:
-            probe, read = menu.shapes[0], max(state.read, state.unread)  # a trial pays for the prompt, too
+            probe, read = menu.shapes[0], max(state.read, state.unread)  # a probe pays for reading the prompt, too
             ms = self.costs.step(self.rows, probe.nodes, state.bound)
             ms += self.costs.draft(self.rows, probe.levels, read)
             if probe_is_due(best, ms, len(rows), self.idle):
@@ -121,7 +122,7 @@ class StepPlanner:
         return Choice(best.shape, best.nodes, copies, best.tokens, best.ms)
 
     def cost_aware_tree(self, shape: Shape) -> CostAwareTree | None:
-        """What grows in the place of the shape that was chosen last; None where that has not paid."""
+        """The tree to grow instead of the shape that was chosen last; None if such trees have not paid."""
         if not self.surplus.pays:
             return None
         assert self.state is not None
@@ -141,13 +142,13 @@ class StepPlanner:
         )  # fmt: skip
 
     def note_grown(self, tree: CostAwareTree, nodes: int) -> None:
-        """The last step drafts this tree, of so many nodes."""
+        """Note that the chosen step drafts this tree, of so many nodes."""
         assert self.choice is not None
         self.grown = tree, self.choice.rate * tree.time(nodes, tree.levels)
 
     def learn(self, gained: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> None:
-        """Compare the last planned drafts with the text that followed. gained: by row, its tokens since then; ranks: of
-        the accepted drafts among their siblings."""
+        """Compare the last planned drafts with the text that followed. gained: by row, its tokens since then; ranks: by
+        row, the sibling ranks of the accepted drafts."""
         if self.state is None:
             return
         steps, self.rested = self.rested + 1, 0
@@ -157,7 +158,7 @@ class StepPlanner:
                 self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
-            if tokens:  # in steps that were left unplanned each row that ran gained one
+            if tokens:  # in unplanned steps each running row gained one
                 self.pace[b] += (1 - (1 - PACE) ** steps) * (max(1.0, len(tokens) / steps) - self.pace[b])
         if self.grown is not None:
             tree, expected = self.grown
@@ -170,7 +171,7 @@ class StepPlanner:
             learn_static(self.heads, self.choice.shape, ranks, own)
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Other texts take the place of these rows', and nothing was drafted for them yet."""
+        """Forget these rows' texts: new prompts replace them, for which nothing has been drafted yet."""
         for row in rows:
             self.heads[row], self.copied[row], self.pace[row] = self._head_estimate(), CopyEstimate(), 1.0
             if self.state is not None:

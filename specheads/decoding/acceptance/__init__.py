@@ -1,4 +1,4 @@
-"""walk() through a verified tree, and the rules that decide which drafted tokens are accepted.
+"""walk(), which judges a verified tree, and the rules that decide which drafted tokens are accepted.
 
 Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy, Ensemble,
 NoResidual.

@@ -1,4 +1,4 @@
-"""Block: verification of a sampled chain as one block, which accepts more tokens than one by one.
+"""Block: verifies a sampled chain as one block, which accepts more tokens than judging them one by one.
 
 p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary.
 """
@@ -21,8 +21,8 @@ class Block(Acceptance):
 
     P₀ = 1, Pᵢ = min(1, Pᵢ₋₁ p/q). With S = Σ(Pᵢ p − q)₊ over the next token, a draw accepts i tokens with probability
     S / (S + 1 − Pᵢ), all of them with the last P; the largest accepted i counts. The next token is drawn from
-    norm((Pᵢ p − q)₊), after the whole chain from p. On average it accepts at least as much as `Exact`, which judges
-    point masses, being as good there. ValueError for a sampled tree that branches: see `Traversal`.
+    norm((Pᵢ p − q)₊), after the whole chain from p. On average it accepts at least as much as `Exact`, to which it
+    leaves point masses, where both are equal. ValueError for a sampled tree that branches: see `Traversal`.
     """
 
     on_device: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class Block(Acceptance):
         # After the last node nothing was drafted, so all of P p is left.
         ahead = torch.cat([q[:, 1:] * drafted[:, 1:].unsqueeze(2), torch.zeros_like(q[:, :1])], 1)
         left = (path_probs.unsqueeze(2) * p - ahead).clamp_min(0).sum(2)
-        # Where p is not a number, the draw from it says so if the path gets there.
+        # If p is NaN, the draw from it reports that, if the path gets there.
         left = torch.where(left.isnan(), path_probs, left)
         bernoulli = sampler.bernoulli(stop_prob(left, path_probs))
         last = torch.where(bernoulli, node, 0).amax(1)
@@ -58,7 +58,7 @@ class Block(Acceptance):
 
 
 def stop_prob(left: Tensor, reached: Tensor) -> Tensor:
-    """S / (S + 1 − P): the probability that a path reached with P ends where S = Σ(P p − q)₊ is left of p.
+    """S / (S + 1 − P): the probability that a path reached with P ends at a node with residual mass S = Σ(P p − q)₊.
 
     1 where S = 0 and P = 1: what was drafted there is never rejected."""
     return (left / stop_norm(left, reached)).nan_to_num(nan=1)

@@ -1,8 +1,8 @@
-"""How far the draft's distribution q is from the target's p at a node, by the names of fuzzy speculative decoding.
+"""Divergences between the draft's distribution q and the target's p at a node, under the names of FSD.
 
-In nats, ≥ 0. "kl" is the reverse KL(q‖p), "kl_reversed" the forward KL(p‖q). Some may be infinite: KL(q‖p) where p
-lacks a token of q's, KL(p‖q) where q lacks one of p's (as a rule wherever there is a draft vocabulary).
-FSD, arXiv:2502.20704. Shapes: R rows, V vocabulary.
+In nats, ≥ 0. "kl" is the reverse KL(q‖p), "kl_reversed" the forward KL(p‖q). They may be infinite: KL(q‖p) if p lacks
+a token of q's, KL(p‖q) if q lacks one of p's (the usual case with a draft vocabulary).
+Fuzzy speculative decoding (FSD), arXiv:2502.20704. Shapes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from specheads.decoding.probs.divergences import forward_kl, js, log_mixture, re
 
 
 def js_paper(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """½ KL(m‖q) + ½ KL(m‖p) with m = (p + q) / 2, which the official code computes in place of Jensen–Shannon; it has
-    no bound."""
+    """½ KL(m‖q) + ½ KL(m‖p) with m = (p + q) / 2, which the official code computes instead of Jensen–Shannon;
+    unbounded."""
     log_m = log_mixture(log_q, log_p)
     return (forward_kl(log_q, log_m) + forward_kl(log_p, log_m)) / 2
 
@@ -25,7 +25,7 @@ def js_paper(log_q: Tensor, log_p: Tensor) -> Tensor:
 _WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": reverse_kl, "kl_reversed": forward_kl, "js_paper": js_paper, "js": js, "tv": tv,
 }  # fmt: skip
-# Each name as the outcomes compared ("top_k", "top_p", or "" for all tokens) and the divergence of these.
+# Name → the outcomes it compares ("top_k", "top_p", or "" for all tokens) and the divergence over them.
 _FORMS = {name: ("", compare) for name, compare in _WHOLE.items()} | {
     f"{over}_{name}": (over, _WHOLE[name]) for over in ("top_k", "top_p") for name in ("kl", "js", "js_paper", "tv")
 }
@@ -35,8 +35,8 @@ NAMES = tuple(_FORMS)
 def divergence(name: str, q: Tensor, p: Tensor, *, k: int, top_p: float, ids: Tensor | None = None) -> Tensor:
     """(R,) the divergence called `name`, one of NAMES, of the distributions with logits q and p (R, V).
 
-    A logit is −inf where a token has no chance. k, top_p: of the "top_k_…" and "top_p_…" forms. ids (Vd,): q (R, Vd)
-    has logits of these tokens only; the others have no chance.
+    A logit is −inf for a token of probability 0. k, top_p: for the "top_k_…" and "top_p_…" forms. ids (Vd,): q (R, Vd)
+    has logits of these tokens only; the others have probability 0.
     """
     over, compare = _FORMS[name]
     if ids is not None:
@@ -48,30 +48,30 @@ def divergence(name: str, q: Tensor, p: Tensor, *, k: int, top_p: float, ids: Te
     if over == "top_k":
         log_q, log_p = merge_rest(log_q, log_p, k)
     found = compare(log_q, log_p).clamp_min(0)
-    if over == "top_p":  # where q gives the nucleus no chance at all
+    if over == "top_p":  # if q gives the whole nucleus probability 0
         found = found.masked_fill(q.amax(-1) == -torch.inf, torch.inf)
     return found
 
 
 def add_to_probs(probs: Tensor, epsilon: float) -> Tensor:
-    """(R, V) probabilities, each with epsilon added, renormalised: so that none is 0."""
+    """(R, V) probabilities, each with epsilon added so that none is 0, renormalised."""
     raised = probs + epsilon
     return raised / raised.sum(-1, keepdim=True)
 
 
 def merge_rest(log_q: Tensor, log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The target's k likeliest tokens, and one more outcome for all others together: (R, V) both → (R, k + 1) both."""
+    """Both (R, V) → both (R, k + 1): the target's k likeliest tokens, and one outcome that merges all others."""
     best, tokens = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
     rest_q, rest_p = (one.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True) for one in (log_q, log_p))
     return torch.cat([log_q.gather(-1, tokens), rest_q], -1), torch.cat([best, rest_p], -1)
 
 
 def outside_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """(R, V) bool: is each token outside the nucleus, the fewest likeliest tokens that hold `top_p`?
+    """(R, V) bool: is each token outside the nucleus, the smallest set of likeliest tokens that holds `top_p`?
 
-    Tokens as likely as the last of these are inside. At top_p = 1 all are that have any chance, however small.
+    Tokens as likely as the last of these are inside. At top_p = 1 so is every token of nonzero probability.
     """
-    if top_p >= 1:  # by logits: in float32 the probability of an unlikely token is 0
+    if top_p >= 1:  # by logits: an unlikely token's probability underflows in float32
         return logits == -torch.inf
     probs = logits.softmax(-1)
     rising = probs.sort(-1).values

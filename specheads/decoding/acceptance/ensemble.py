@@ -18,7 +18,7 @@ from specheads.decoding.probs.sampler import Sampler
 
 @dataclass(frozen=True)
 class Ensemble(Acceptance):
-    """`Exact` with v = weight · p + (1 − weight) · q in place of p where something is drafted, and with p after it.
+    """`Exact` with v = weight · p + (1 − weight) · q instead of p at nodes that have children, and p at leaves.
 
     weight in (0, 1]; lossless at 1 only. At temperature 0 the argmax of v is accepted or emitted. q is the draft's own
     distribution under the logits processors. The rule of transformers' assistant_ensemble_weight, for trees, batches
@@ -54,7 +54,7 @@ class Ensemble(Acceptance):
         return Exact().judge(mixed)
 
     def mixture(self, target: TargetProbs) -> Tensor:
-        """(B, N, V) v at nodes that have children, p at the others; before temperature 0."""
+        """(B, N, V) v at nodes that have children, p at the others; not yet one-hot at temperature 0."""
         draft, topology = target.tree.logits, target.tree.topology
         if draft is None:
             raise ValueError(
@@ -64,7 +64,7 @@ class Ensemble(Acceptance):
         node = target.flat_index(torch.arange(target.tree.num_nodes, device=p.device).expand(len(p), -1)).flatten()
         q = target.sampler.draft_probs(draft.over_target(draft.at(node))).view_as(p)
         v = q.to(p.dtype).lerp_(p, self.weight)
-        if target.sampler.processors:  # what they rule out stays out
+        if target.sampler.processors:  # tokens they rule out stay ruled out
             v.masked_fill_(target.scores == -torch.inf, 0)
             v /= v.sum(-1, keepdim=True)
         return torch.where(topology.children.any(2, keepdim=True), v, p)

@@ -1,4 +1,4 @@
-"""Exact: what is emitted has the target's distribution; judged token by token.
+"""Exact: judges token by token, so that emitted text has the target's distribution.
 
 p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary, F nodes with several
 children.
@@ -19,11 +19,11 @@ from specheads.decoding.probs.sampler import Sampler
 
 @dataclass(frozen=True)
 class Exact(LevelRule):
-    """Lossless: what is emitted has the target's distribution.
+    """Lossless: emitted text has the target's distribution.
 
     Point-mass drafts: each node draws its next token from p, and the path continues while a child has that token; the
     text is the one that the same random numbers give without drafts. Sampled children are judged in order: x is
-    accepted with probability min(1, p(x)/q(x)), and a rejection leaves norm((p − q)₊) of p and q without x. SpecInfer
+    accepted with probability min(1, p(x)/q(x)); after a rejection p becomes norm((p − q)₊), and q loses x. SpecInfer
     arXiv:2305.09781, Sequoia arXiv:2402.12374.
     """
 
@@ -54,13 +54,13 @@ class Exact(LevelRule):
 def follow_tokens(target: TargetProbs, token: Tensor) -> Verdict:
     """The path on which each node has the token (B, N) drawn at its parent."""
     path, length, end = accepted_path(target.tree, target.at_parent(token) == target.tree.tokens)
-    if target.sampler.do_sample:  # a p that is not a number is none at token 0 either
+    if target.sampler.do_sample:  # if any of p is NaN, so is token 0
         target.sampler.note_finite(~target.p[..., 0].gather(1, path).isnan())
     return Verdict(path, length, target.at(token, end))
 
 
 def follow_node_by_node(target: TargetProbs) -> Verdict:
-    """The same path for processors that depend on the prefix: they are asked for the nodes on it only."""
+    """The same path for processors that depend on the prefix: they are called only for the nodes on it."""
     tree = target.tree
     end = token = torch.zeros_like(tree.tokens[:, 0])
     going = torch.ones_like(end, dtype=torch.bool)
@@ -69,7 +69,7 @@ def follow_node_by_node(target: TargetProbs) -> Verdict:
         token = torch.where(going, target.draw_at(end), token)
         found, child = (target.at(tree.topology.children, end) & (tree.tokens == token.unsqueeze(1))).max(1)
         going = going & found
-        if depth == tree.max_depth or not bool(going.any()):  # prefixes are read on the host in any case
+        if depth == tree.max_depth or not bool(going.any()):  # prefixes are read on the host anyway
             break
         end = torch.where(going, child, end)
         length = length + going
@@ -79,15 +79,15 @@ def follow_node_by_node(target: TargetProbs) -> Verdict:
 
 
 def draw_accept_mask(target: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) bool: sibling after sibling, x is accepted with probability min(1, p(x) / (leniency · q(x))); p (B, N, V).
+    """(B, N) bool: siblings in order, x is accepted with probability min(1, p(x) / (leniency · q(x))); p (B, N, V).
 
-    A rejection leaves norm((p − q)₊) of p and q without x. The q of a point mass is one-hot at each x.
+    After a rejection p becomes norm((p − q)₊), and q loses x. The q of a point mass is one-hot at each x.
     """
     return target.sampler.bernoulli(accept_probs(target, p, leniency))
 
 
 def accept_probs(target: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) the probability (≥ 1: certain) that each node is accepted, given its parent is and no earlier sibling.
+    """(B, N) the probability (≥ 1: certain) that a node is accepted, given that its parent is, and no earlier sibling.
 
     Meaningless at the root and at unused slots."""
     tree, own = target.tree, target.token_probs(p)
@@ -116,7 +116,7 @@ def later_accept_probs(target: TargetProbs, p: Tensor, leniency: float = 1.0) ->
         q_mass, x = q.sum(1, keepdim=True), tree.tokens.take(child).unsqueeze(1)
         p_x, q_x = left.gather(1, x) * q_mass, q.gather(1, x) * left_mass
         ratio = p_x / (q_x if leniency == 1 else leniency * q_x).clamp_min(tiny(q))
-        found.index_copy_(0, child, ratio.squeeze(1))  # of a child that is not there: to a root, which is not read
+        found.index_copy_(0, child, ratio.squeeze(1))  # a missing child writes to a root's entry, which is not read
         if rank + 1 < len(siblings):
             left.div_(left_mass.clamp_min(tiny(q)))
             q.div_(q_mass.clamp_min(tiny(q)))
@@ -124,7 +124,7 @@ def later_accept_probs(target: TargetProbs, p: Tensor, leniency: float = 1.0) ->
 
 
 def residual_after_rejections(p: Tensor, target: TargetProbs, node: Tensor) -> Tensor:
-    """(B, V) what is left of p (B, V) when all children of node (B,) are rejected: `bonus_weights` of an exact rule."""
+    """(B, V) the residual of p (B, V) once all children of node (B,) are rejected: `bonus_weights` of an exact rule."""
     tree = target.tree
     if tree.probs is None:  # p without their tokens
         is_child = target.at(tree.topology.children, node)
@@ -133,7 +133,7 @@ def residual_after_rejections(p: Tensor, target: TargetProbs, node: Tensor) -> T
     children = tree.topology.child_table.index_select(0, target.flat_index(node))  # (B, most children)
     q = tree.probs.flatten(0, 1).index_select(0, children[:, 0])
     for rank in range(children.shape[1]):
-        if rank > 0:  # q has lost the sibling before; it is scaled to the mass that p has left
+        if rank > 0:  # q loses the previous sibling, and is scaled to p's remaining mass
             q = q.scatter(1, tree.tokens.take(children[:, rank - 1 : rank]), 0)
             q *= p.sum(1, keepdim=True) / q.sum(1, keepdim=True).clamp_min(tiny(q))
         p = residual(p, q * (children[:, rank : rank + 1] > 0))
@@ -156,7 +156,7 @@ def positive_part(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p − q)₊: the distribution of the token after a rejection, up to a factor; p where p = q, never rejected."""
+    """(p − q)₊, the unnormalised distribution of the token after a rejection; p if p = q, where nothing is rejected."""
     return with_fallback(*positive_part(p, q), p)
 
 

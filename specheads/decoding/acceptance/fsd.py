@@ -15,7 +15,7 @@ from specheads.decoding.acceptance.fuzzy import WARPERS, Fuzzy
 from specheads.decoding.acceptance.rule import Acceptance
 from specheads.options import refuse_unknown, shown
 
-# What that code computes under each of its names, by the names of `Fuzzy`: its "js" is none.
+# That code's names → `Fuzzy`'s names of what it computes: its "js" is not Jensen–Shannon.
 TYPES = {"kl_div": "kl", "kl_div_reversed": "kl_reversed", "js_div": "js_paper", "tv_div": "tv"}
 TYPES |= {
     f"{over}_{name}": f"{over}_{TYPES[name]}" for over in ("top_k", "top_p") for name in TYPES if "rev" not in name
@@ -29,15 +29,15 @@ def fuzzy_from(
     fsd_div_logit_processor: str | Iterable[str] | None = None,
     **options: Any,
 ) -> Acceptance:
-    """The rule that the official FSD code's arguments ask for; a threshold of None, and type "sd", are `Exact`.
+    """The rule that the official FSD code's arguments ask for; `Exact` for a threshold of None and for type "sd".
 
     fsd_div_type: a name with "_div" means what that code computes: "kl_div" KL(q‖p), "kl_div_reversed" KL(p‖q),
-    "js_div" ½KL(m‖p) + ½KL(m‖q) (`Fuzzy`'s "js_paper"), "tv_div" ½Σ|p − q|; "top_k_…" (kl, js, tv) of the target's 50
-    likeliest tokens and one bucket for the rest; "top_p_…" of its nucleus, where that code stops with an error. All are
-    in nats, of raw logits; "…_processed" of those under the call's processors, smoothed by 1e-10, but for
-    "kl_div_reversed_processed", which is of the raw ones there too. "random" as in `Fuzzy`. None is "js_div". A name
-    without "_div" is `Fuzzy`'s own: "js" is the true Jensen-Shannon.
-    fsd_div_logit_processor: which of the call's warpers the divergence sees, of "temperature", "top_k" and "top_p",
+    "js_div" ½KL(m‖p) + ½KL(m‖q) (`Fuzzy`'s "js_paper"), "tv_div" ½Σ|p − q|; "top_k_…" (kl, js, tv) over the target's
+    50 likeliest tokens and one bucket for the rest; "top_p_…" over its nucleus, where that code stops with an error.
+    All are in nats, from raw logits; "…_processed" from logits under the call's processors, smoothed by 1e-10, except
+    "kl_div_reversed_processed", which uses raw logits there too. "random" as in `Fuzzy`. None is "js_div". A name
+    without "_div" is `Fuzzy`'s own: "js" is the true Jensen–Shannon.
+    fsd_div_logit_processor: the call's warpers that the divergence sees, any of "temperature", "top_k" and "top_p",
     smoothed as above; a "…_processed" type ignores it. options are Fuzzy's own.
     """
     name = fsd_div_type or "js_div"
@@ -55,10 +55,10 @@ def fuzzy_from(
 
 
 def _warper_names(given: str | Iterable[Any] | None) -> list[str]:
-    """Names of warpers, each once, in the order they are applied in. ValueError for anything else."""
+    """Names of warpers, each once, in the order they are applied. ValueError for anything else."""
     names = re.findall(r"\w+", given) if isinstance(given, str) else given or []
     names = list(names) if isinstance(names, Iterable) else [names]
-    if any(name not in list(WARPERS) for name in names):  # a list may be asked about a name that is one
+    if any(name not in list(WARPERS) for name in names):  # list(): an unhashable name is no error here
         raise ValueError(
             f"fsd_div_logit_processor={shown(given)} must name the call's own warpers, of {', '.join(WARPERS)}, as in "
             "('temperature', 'top_p')"

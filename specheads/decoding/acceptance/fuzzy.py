@@ -1,4 +1,4 @@
-"""Fuzzy: drafts are accepted where the draft's distribution is near the target's.
+"""Fuzzy: drafts are accepted where the draft's distribution is close to the target's.
 
 p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary.
 """
@@ -26,22 +26,22 @@ WARPERS = {
 
 @dataclass(frozen=True)
 class Fuzzy(LevelRule):
-    """Accepts the first child where D(q, p) is within `threshold`, whichever token it is. FSD, arXiv:2502.20704.
+    """Accepts the first child where D(q, p) is within `threshold`, whatever its token. FSD, arXiv:2502.20704.
 
-    mode "divergence": D ≤ threshold decides, and where it is larger `Exact` does, so that a token is drawn from p there
-    as in the paper; the paper's code then ends the step even if a child has that token. Not lossless.
-    mode "rescue": `Exact` decides, and D < threshold only where it accepts no child. Lossless at threshold 0 only.
+    mode "divergence": accept where D ≤ threshold; elsewhere `Exact` decides, so that a token is drawn from p as in the
+    paper (whose code then ends the step even if a child has that token). Not lossless.
+    mode "rescue": `Exact` decides; where it accepts no child, accept if D < threshold. Lossless at threshold 0 only.
     divergence: "kl" is the reverse KL(q‖p), "kl_reversed" the forward KL(p‖q), "js" the true Jensen–Shannon (at most
-    log 2), "tv" total variation, "js_paper" what the paper's code has for JS, ½KL(m‖p) + ½KL(m‖q), unbounded;
+    log 2), "tv" total variation, "js_paper" the paper's code's version of JS, ½KL(m‖p) + ½KL(m‖q), unbounded;
     "top_k_…" (kl, js, js_paper, tv) over the target's k likeliest tokens and one outcome for all others; "top_p_…" (the
-    same) over its nucleus, renormalised; "random": a uniform number in D's place.
-    processed: compare the distributions under the logits processors, of which the draft's sees none that depends on the
-    prefix; else the raw ones, at temperature 1. warpers: compare them under these of the call's processors only, as in
+    same) over its nucleus, renormalised; "random": a uniform number instead of D.
+    processed: compare the distributions under the logits processors (the draft's without those that depend on the
+    prefix); else the raw ones, at temperature 1. warpers: compare them under only these of the call's processors, as in
     "temperature+top_p" (and "top_k"); raw if it has none of them. epsilon: added to each processed probability before
-    the comparison, so that a token ruled out makes no divergence infinite.
+    the comparison, so that a token that was ruled out does not make the divergence infinite.
 
     The first child in draft order is the draft's likeliest, or the first drawn; one that a logits processor rules out
-    for the target is skipped. Needs draft probabilities, which heads and draft models give ("random" does not).
+    for the target is skipped. Needs draft probabilities, which heads and draft models give, except for "random".
     """
 
     name = "fuzzy"
@@ -90,7 +90,7 @@ class Fuzzy(LevelRule):
 
     @property
     def on_device(self) -> bool:
-        return self.divergence != "random"  # which draws numbers that no seed gives where nothing is sampled
+        return self.divergence != "random"  # "random" draws unseeded numbers where nothing is sampled
 
     @property
     def tensor_options(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Fuzzy(LevelRule):
 
     def divergences(self, target: TargetProbs) -> Tensor:
         distance = self.distance(target)  # siblings share their parent's
-        if self.processed and target.sampler.needs_prefix:  # there is none after a token that is ruled out
+        if self.processed and target.sampler.needs_prefix:  # undefined after a token that is ruled out
             distance = distance.masked_fill((target.scores == 0).all(-1), torch.nan)
         return target.at_parent(distance).masked_fill(~target.tree.topology.drafted, torch.nan)
 

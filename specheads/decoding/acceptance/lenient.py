@@ -18,7 +18,7 @@ class Lenient(LevelRule):
 
     leniency in (0, 1]: no token is emitted more than 1/leniency times as often as by the target. q is the distribution
     x was drawn from, one-hot for a token that was not drawn, so that 1 is exact for every draft. Siblings are judged in
-    draft order; after a rejection it goes as in `Exact`. Leviathan et al., arXiv:2211.17192.
+    draft order; after a rejection all is as in `Exact`. Leviathan et al., arXiv:2211.17192.
     """
 
     on_device: ClassVar[bool] = True

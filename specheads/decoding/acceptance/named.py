@@ -28,12 +28,12 @@ RULES: Registry[type[Acceptance]] = Registry(
 
 
 def rule_named(text: str) -> Acceptance:
-    """`NAME[:VALUE…][:KEY=VALUE…]` → the rule. ValueError, in one line that quotes the text, for what is none."""
+    """`NAME[:VALUE…][:KEY=VALUE…]` → the rule. ValueError, one line that quotes the text, if it names none."""
     return RULES.build(text)
 
 
 def as_rule(accept: Any) -> Acceptance:
-    """A rule, its text, or None for the exact one → the rule. ValueError for other text, TypeError for what is none."""
+    """A rule, its text, or None for the exact one → the rule. ValueError for other text, TypeError for no rule."""
     if accept is None:
         return Exact()
     if isinstance(accept, str):
@@ -45,14 +45,14 @@ def as_rule(accept: Any) -> Acceptance:
 
 
 def threshold_field(text: str) -> str | None:
-    """The option that says how much the rule of that text lets pass; None where it has none. ValueError for no rule."""
+    """The option that says how lossy the rule of that text is; None if it has none. ValueError if it names no rule."""
     return RULES[RULES.parse(text)[0]].threshold_field
 
 
 def with_threshold(text: str, value: float) -> str:
-    """The rule of that text, which need not have a threshold yet, with this one: `fuzzy:js`, 0.1 → `fuzzy:js:0.1`.
+    """The text of a rule with its threshold set or replaced: `fuzzy:js`, 0.1 → `fuzzy:js:0.1`.
 
-    ValueError for a rule that has none, and for a value it refuses.
+    ValueError for a rule without a threshold, and for a value it refuses.
     """
     name, options = RULES.parse(text)
     field = RULES[name].threshold_field

@@ -16,7 +16,7 @@ from specheads.decoding.probs.sampler import Sampler
 class NoResidual(LevelRule):
     """Accept x with probability min(1, p(x)/q(x)); after a rejection draw from p. Lossless at temperature 0 only.
 
-    Without the residual norm((p − q)₊) tokens that the draft likes are emitted too often: x with probability
+    Without the residual norm((p − q)₊), tokens that the draft favours are emitted too often: x with probability
     min(p, q) + (1 − Σ min(p, q)) p. The skip_sample_adjustment of https://github.com/romsto/Speculative-Decoding.
     """
 

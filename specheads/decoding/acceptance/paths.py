@@ -1,4 +1,4 @@
-"""Paths through a tree of which some nodes are accepted. Shapes: B batch rows, N nodes, P = depth + 1."""
+"""Paths of accepted nodes through a tree. Shapes: B batch rows, N nodes, P = depth + 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specheads.decoding.tree import DraftTree
 
 
 def accepted_path(tree: DraftTree, accept_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The path from the root that takes the first accepted child at each node, as long as there is one.
+    """The path from the root that takes the first accepted child at each node, until there is none.
 
     accept_mask (B, N) bool. Returns the path and its length, as `path_to` does, and its end (B,).
     """
@@ -23,12 +23,12 @@ def accepted_path(tree: DraftTree, accept_mask: Tensor) -> tuple[Tensor, Tensor,
 
 
 def accepted_to_root(tree: DraftTree, accept_mask: Tensor) -> Tensor:
-    """(B, N) is each node accepted? → (B, N) are it and all its ancestors? The root always is."""
+    """accept_mask (B, N) bool → (B, N) bool: are a node and all its ancestors accepted? The root always is."""
     return (accept_mask.unsqueeze(1) | tree.topology.not_required).all(-1)
 
 
 def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The nodes (B, P) from the root to end (B,), which fills the rest, and how many there are, (B,)."""
+    """The nodes (B, P) from the root to end (B,), padded with the end, and how many there are, (B,)."""
     node = torch.arange(tree.num_nodes, device=end.device)
     if tree.is_chain:
         return torch.minimum(node, end.unsqueeze(1)), end + 1

@@ -1,4 +1,4 @@
-"""What a rule is, what it is given, and what it says.
+"""The base class of rules, what a rule is given, and the verdict it returns.
 
 p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1.
 """
@@ -25,11 +25,11 @@ from specheads.options import require_number
 class TargetProbs:
     """The target's distributions at the nodes of one verified tree, computed when they are first read.
 
-    logits (B, N, V) are the target's. history: each row's ids up to the root, which is the last; read only where a
-    logits processor depends on the prefix. Such a processor sees each node's own prefix. ends (B, N): nodes that
-    nothing follows (an end of text, the length limit), for which it is not asked; None: no such node. numbers (B, P) in
-    [0, 1): by these a row draws its next tokens from p; None: fresh ones. distance (B, N): of q and p at each node,
-    once a rule that compares them has measured it.
+    logits (B, N, V) are the target's. history: each row's ids up to and including the root; read only if a logits
+    processor depends on the prefix. Such a processor sees each node's own prefix. ends (B, N): nodes that nothing
+    follows (an end of text, the length limit), for which it is not called; None: no such node. numbers (B, P) in
+    [0, 1): random numbers with which a row draws its next tokens from p; None: fresh ones. distance (B, N): between q
+    and p at each node, once a rule that compares them has measured it.
     """
 
     tree: DraftTree
@@ -45,7 +45,7 @@ class TargetProbs:
         return torch.arange(len(self.logits), device=self.logits.device)
 
     def flat_index(self, node: Tensor) -> Tensor:
-        """Nodes (B,) or (B, …) of each row → their index over all rows: node i of row b is b · N + i."""
+        """Nodes (B, …) of each row → their index over all rows: node i of row b is b · N + i."""
         batch, num = self.tree.tokens.shape
         return node if batch == 1 else node + (self._rows * num).view(-1, *[1] * (node.dim() - 1))
 
@@ -54,7 +54,7 @@ class TargetProbs:
         return self.tree.tokens.tolist()
 
     def prefixes(self, node: Tensor) -> list[list[int]]:
-        """Each row's ids up to its node (B,), whose token is the last."""
+        """Each row's ids up to and including its node (B,)."""
         prefixes = []
         for row, tokens, parents, index in zip(
             self.history, self._token_lists, self.tree.topology.parent_lists, node.tolist(), strict=True
@@ -72,13 +72,13 @@ class TargetProbs:
 
     def scores_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the processed scores at one node of each row."""
-        # For a lone root too they are computed once: a processor that keeps state is asked once a token.
+        # Of a lone root too they are computed only once: a processor that keeps state must be called once a token.
         if "scores" in self.__dict__ or (self.tree.num_nodes == 1 and self.sampler.needs_prefix):
             return self.at(self.scores, node)
         return self._process_at(node, None if self.ends is None else self.at(self.ends, node))
 
     def _process_at(self, node: Tensor, ended: Tensor | None) -> Tensor:
-        """`scores_at` from the processors, which are not asked for rows that have ended (B,)."""
+        """`scores_at`, computed; the processors are not called for rows that have ended (B,)."""
         skipped = None if ended is None else ended.tolist()
         return self.sampler.scores(self.at(self.logits, node), lambda: self.prefixes(node), skipped)
 
@@ -90,8 +90,8 @@ class TargetProbs:
         batch, num, _ = self.logits.shape
         if not self.sampler.needs_prefix:
             return self.sampler.scores(self.logits.flatten(0, 1), list).unflatten(0, (batch, num))
-        # Node by node, because processors know a row by its index in the batch. None is shown a prefix that it would
-        # not have allowed: it may fail there.
+        # Node by node, because processors identify a row by its index in the batch. None is shown a prefix that it
+        # would not have allowed, since it may fail there.
         topology, tokens = self.tree.topology, self.tree.tokens
         scores = torch.zeros_like(self.logits, dtype=torch.promote_types(self.logits.dtype, torch.float32))
         possible = torch.zeros_like(tokens, dtype=torch.bool)
@@ -122,7 +122,7 @@ class TargetProbs:
 
     @cached_property
     def drawn_tokens(self) -> Tensor:
-        """(B, N) a token drawn after each node, by its row's number for that depth; at temperature 0 the likeliest."""
+        """(B, N) a token drawn after each node with its row's number for that depth; at temperature 0 the likeliest."""
         if not self.sampler.do_sample:
             return self.likeliest_tokens
         return self.sampler.draw_nodes(self.p, self.tree, self.numbers)
@@ -133,7 +133,7 @@ class TargetProbs:
 
     def p_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) p at one node of each row."""
-        known = self.sampler.do_sample and "soft" in self.__dict__  # of every node
+        known = self.sampler.do_sample and "soft" in self.__dict__  # known at every node
         return self.at(self.soft, node) if known else self.sampler.probs_of(self.scores_at(node))
 
     def draw_at(self, node: Tensor) -> Tensor:
@@ -143,8 +143,8 @@ class TargetProbs:
         return self.draw_after(node, self.p_at(node))
 
     def draw_after(self, node: Tensor, weights: Tensor) -> Tensor:
-        """(B,) tokens drawn from weights (B, V) after one node (B,) of each row, by its row's number for that depth:
-        the number that draws the token at this position without drafts."""
+        """(B,) tokens drawn from weights (B, V) after one node (B,) of each row, with its row's number for that depth:
+        the number that would draw the token at this position without drafts."""
         numbers = None
         if self.numbers is not None:
             numbers = self.numbers.gather(1, self.at(self.tree.topology.depth, node)[:, None]).squeeze(1)
@@ -155,14 +155,14 @@ class TargetProbs:
         return values.gather(1, self.tree.topology.parent_index)
 
     def token_probs(self, probs: Tensor, index: Tensor | None = None) -> Tensor:
-        """(B, N) the probability of each node's token in probs (B, M, V): in entry index (B, N), or at its parent."""
+        """(B, N) the probability of each node's token in probs (B, M, V), at `index` (B, N), or at its parent."""
         size = probs.shape[2]
         start = self.tree.topology.row_starts(size)[1] if index is None else index * size
         return probs.flatten(1).gather(1, start + self.tree.tokens)
 
     @cached_property
     def first_allowed(self) -> Tensor:
-        """(B, N) True at each node's first child, in draft order, whose token no processor rules out."""
+        """(B, N) True at the first of each node's children, in draft order, whose token no processor rules out."""
         topology = self.tree.topology
         if not self.sampler.processors:
             return topology.first_siblings
@@ -174,8 +174,8 @@ class Verdict:
     """What a rule accepts.
 
     path (B, P): accepted nodes, the root first. length (B,): how many of them are real; 0 in a row that has finished.
-    bonus (B,): the next root. scores: at each level the raw logits and the processed scores (B, V) of the token, where
-    they were wanted. divergences (B, N): likewise, see `Acceptance.divergences`.
+    bonus (B,): the next root. scores: at each level the raw logits and the processed scores (B, V) that gave the token,
+    if they were wanted. divergences (B, N): likewise, see `Acceptance.divergences`.
     """
 
     path: Tensor
@@ -195,7 +195,7 @@ class Verdict:
         return tokens.scatter(1, self.last.unsqueeze(1), self.bonus.unsqueeze(1))
 
 
-# Names that members of a rule once had. A class that defines one of a pair has both.
+# Older names of a rule's members. A class that defines one name of a pair gets both.
 OLD_MEMBERS = {
     "needs_draft_law": "requires_draft_probs", "wants_draft_law": "uses_draft_probs",
     "kept": "accept_mask", "rest": "bonus_weights", "stands": "accepts",
@@ -203,10 +203,10 @@ OLD_MEMBERS = {
 
 
 class Acceptance(ABC):
-    """Decides what of a verified tree is accepted.
+    """Decides which nodes of a verified tree are accepted.
 
-    name: of the rule in texts (see `Registry`). positional: its options that texts may give without their name, in
-    this order; None for all. threshold_field: the option that says how much a lossy rule lets pass.
+    name: the rule's in texts (see `Registry`). positional: the options that texts may give without their names, in
+    order; None for all. threshold_field: the option that says how lossy a lossy rule is.
     """
 
     name: ClassVar[str] = ""
@@ -218,40 +218,40 @@ class Acceptance(ABC):
         for old, new in OLD_MEMBERS.items():
             owner = next((c for c in cls.__mro__ if old in vars(c) or new in vars(c)), None)
             if owner is not None and new not in vars(owner):
-                setattr(cls, new, property(attrgetter(old)))  # of the object, which may have a value of its own
+                setattr(cls, new, property(attrgetter(old)))  # looked up on the object, which may override it
             elif new in vars(cls) and old not in vars(cls):
                 setattr(cls, old, vars(cls)[new])
 
     @property
     @abstractmethod
     def lossless(self) -> bool:
-        """Does what is emitted have the target's distribution?"""
+        """Does emitted text have the target's distribution?"""
 
     @property
     def requires_draft_probs(self) -> bool:
-        """Does it compare q with p, so that a drafter that gives no probabilities is refused?"""
+        """Does it need q? A drafter that gives no probabilities is then refused."""
         return False
 
     @property
     def uses_draft_probs(self) -> bool:
-        """Does it read q where there is one?"""
+        """Does it read q if the drafter gives it?"""
         return self.requires_draft_probs
 
     @property
     def on_device(self) -> bool:
-        """Does judge() read no number on the host, so that the step can be compiled with it?"""
+        """Does judge() read no tensor's value on the host, so that it can be compiled with the step?"""
         return False
 
     @property
     def tensor_options(self) -> tuple[str, ...]:
-        """The options that may be tensors, which a compiled step reads anew: judge() computes with them, and nothing
-        asks for their value."""
+        """The options that may be tensors, whose values a compiled step reads at each call: judge() only computes with
+        them and never branches on them."""
         return ()
 
     needs_draft_law, wants_draft_law = requires_draft_probs, uses_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:
-        """Does it judge as `Exact` does, which is then used in its place?"""
+        """Is it equivalent to `Exact` here? `Exact` is then used instead."""
         return False
 
     def divergences(self, target: TargetProbs) -> Tensor | None:
@@ -260,7 +260,7 @@ class Acceptance(ABC):
         return None
 
     def require_numbers(self, *names: str) -> None:
-        """TypeError for one of these options that is no number. A tensor passes: a compiled step may read it."""
+        """TypeError if one of these options is no number. Tensors pass, since a compiled step may read them."""
         for name in names:
             if not isinstance(value := getattr(self, name), Tensor):
                 require_number(name, value)
@@ -279,8 +279,8 @@ def missing_draft_probs(accept: Acceptance, drafter: object) -> ValueError:
 
 
 class LevelRule(Acceptance):
-    """A rule that judges the children of each node by themselves: which are accepted, and what follows if none
-    is. All nodes are judged at once, before any path is followed: a few operations, whatever the depth."""
+    """A rule that judges each node's children independently of other nodes: which are accepted, and what follows if
+    none is. All nodes are judged at once, before any path is followed: a few operations, whatever the depth."""
 
     def judge(self, target: TargetProbs) -> Verdict:
         path, length, end = accepted_path(target.tree, self.accept_mask(target))
@@ -288,11 +288,11 @@ class LevelRule(Acceptance):
 
     @abstractmethod
     def accept_mask(self, target: TargetProbs) -> Tensor:
-        """(B, N) bool: is each node accepted, given its parent is? The path takes the first accepted child.
+        """(B, N) bool: is each node accepted, given that its parent is? The path takes the first accepted child.
 
         Meaningless at the root and at unused slots."""
 
     @abstractmethod
     def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
-        """(B, V) the distribution of the token after node (B,) of each row if none of its children is accepted, up to a
-        factor a row. At temperature 0 any numbers whose largest is that token's."""
+        """(B, V) the unnormalised distribution of the token after node (B,) of each row if none of its children is
+        accepted. At temperature 0 any numbers whose argmax is that token."""

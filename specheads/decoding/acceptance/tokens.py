@@ -1,9 +1,9 @@
 """Rules that judge each drafted token by itself: Typical, TopN, Margin, CSLeniency. None is lossless.
 
-All accept the longest path of acceptable tokens, of equally long ones the likeliest under the target, and draw the
-token after it from p. They judge by p under all logits processors before temperature 0 makes it one-hot: at temperature
-0 they accept what is nearly as likely, and emit the argmax where nothing is accepted. A token that a processor rules
-out is never accepted. Shapes: B batch rows, N nodes, V vocabulary.
+All accept the longest path of acceptable tokens, the likeliest under the target on ties, and draw the token after it
+from p. They judge by p under all logits processors before temperature 0 makes it one-hot: at temperature 0 they accept
+tokens that are nearly as likely as the argmax, and emit the argmax where nothing is accepted. A token that a processor
+rules out is never accepted. Shapes: B batch rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class TokenRule(Acceptance):
 
 
 def num_likelier(target: TargetProbs, token_probs: Tensor) -> Tensor:
-    """(B, N) how many tokens are likelier at each node's parent than its own, of probability token_probs (B, N).
+    """(B, N) how many tokens are likelier at each node's parent than its own, which has probability token_probs (B, N).
 
-    Counted in floats: on a CPU in a sixth of the time of topk, and a quarter of that of a sum of booleans."""
+    Counted in floats, which on a CPU takes a sixth of the time of topk and a quarter of that of a sum of booleans."""
     soft = target.soft.flatten(0, 1).index_select(0, target.flat_index(target.tree.topology.parent_index).flatten())
     return (soft > token_probs.view(-1, 1)).to(soft.dtype).sum(-1).view_as(token_probs)
 
@@ -72,7 +72,7 @@ class Typical(TokenRule):
             raise ValueError(f"delta={self.delta} must be above 0")
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
-        # H = log Σ exp(s) − Σ p s, at a fraction of what p log p takes on a CPU.
+        # H = log Σ exp(s) − Σ p s, in a fraction of the time of p log p on a CPU.
         whole = target.scores.amax(-1) - target.soft.amax(-1).log()
         entropy = whole - (target.soft * target.scores).nansum(-1)
         floor = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
@@ -83,7 +83,7 @@ class Typical(TokenRule):
 class TopN(TokenRule):
     """Accepts x among the n likeliest if p(x) is at most `margin` below the largest p. Not lossless.
 
-    The relaxed acceptance of TensorRT-LLM, whose values for thinking phases are the defaults; no paper.
+    The relaxed acceptance of TensorRT-LLM; the defaults are its values for thinking phases. No paper.
     """
 
     on_device: ClassVar[bool] = True
@@ -112,7 +112,7 @@ class TopN(TokenRule):
 class Margin(TokenRule):
     """Accepts the likeliest token, and the second if it is more than `ratio` times as likely. Not lossless.
 
-    After MARS, arXiv:2601.15498, which compares logits; a ratio of probabilities does not change when all logits shift.
+    After MARS, arXiv:2601.15498, which compares logits; a ratio of probabilities is invariant to a shift of all logits.
     """
 
     on_device: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class CSLeniency(TokenRule):
     """Accepts the likeliest token, and where leniency > 1 also x with p(x) > q(x) / leniency. Not lossless.
 
     For reviews of one draft by another; at leniency 1 and temperature 0 the review is greedy. q is the distribution x
-    was drawn from, else the draft's own there; q(x) is 1 for a drafter that gives none, such as n-grams. Cascade
+    was drawn from, or the draft's own at that node; q(x) is 1 for a drafter that gives none, such as n-grams. Cascade
     Speculative Drafting, arXiv:2312.11462.
     """
 
@@ -172,7 +172,7 @@ class CSLeniency(TokenRule):
         if draft is None:
             return 1.0
         index = target.at_parent(draft.index)
-        if target.sampler.processors:  # which know tokens by their target ids
+        if target.sampler.processors:  # they know tokens by their target ids
             logits = draft.over_target(draft.logits)
             return target.token_probs(target.sampler.draft_probs(logits.flatten(0, 1)).view_as(logits), index)
         return draft.chance(index, tree.tokens)

@@ -21,7 +21,7 @@ class Traversal(Acceptance):
     """Lossless, for trees and chains. arXiv:2505.12398.
 
     P is 1 at the root, P(child) = min(1, P(parent) p/q). The first leaf's whole path is accepted with probability
-    P(leaf). If it is rejected the leaf is dropped, and its parent has what is left: S = Σ(P p − q)₊,
+    P(leaf). If it is rejected, the leaf is dropped and its parent gets the residual: S = Σ(P p − q)₊,
     p ← norm((P p − q)₊), P ← S / (S + 1 − P), q without the leaf's token. Then comes the next leaf, which may be the
     parent. The next token is drawn from the p of the accepted node. On a chain it is `Block`. Point masses are judged
     by `Exact`, which is as good there.
@@ -38,9 +38,9 @@ class Traversal(Acceptance):
             return Exact().judge(target)
         if tree.is_chain:
             return Block().judge(target)
-        # A node is judged once all before it in post-order are rejected, and its P then depends on nothing drawn. So
-        # first each node's P, and its P p after the rejection of its children, upper levels first; one draw then says
-        # which node is accepted.
+        # A node is judged once all before it in post-order are rejected, so its P depends on no random draw. Compute
+        # each node's P, and its P p after the rejection of its children, top down; one draw then picks the accepted
+        # node.
         topology, sampler = tree.topology, target.sampler
         tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
         left = sampler.probs_of(target.scores).flatten(0, 1)  # p until the node loses a child, then P p
@@ -55,15 +55,15 @@ class Traversal(Acceptance):
                 left_p.mul_(reached_before)
             x = tokens.take(child.unsqueeze(1))
             accept_prob = (left_p.gather(1, x) / q.gather(1, x).clamp_min(tiny(q))).clamp_(max=1)
-            if drafted is not None:  # a slot that is not used is not accepted, and takes nothing from its parent
+            if drafted is not None:  # an unused slot is not accepted, and takes nothing from its parent
                 q, accept_prob = q * drafted[child], accept_prob * drafted[child]
             reached.index_copy_(0, child, accept_prob.nan_to_num_(0))
             excess, total = positive_part(left_p, q)
             norm = stop_norm(total, reached_before).clamp_min(tiny(q))  # 0 where p = q and P = 1: never rejected
-            # A p that is not a number leaves P: if the node is accepted, the draw from p says so.
+            # If p is NaN, P stays: if the node is accepted, the draw from p reports it.
             reached.index_copy_(0, parent, torch.where(total.isnan(), reached_before, total / norm))
             left.index_copy_(0, parent, excess.div_(norm))
-        accept_probs = reached.view_as(tokens).gather(1, topology.postorder)  # the root for sure, then unused slots
+        accept_probs = reached.view_as(tokens).gather(1, topology.postorder)  # 1 at the root, then unused slots
         none_before = torch.cat([torch.ones_like(accept_probs[:, :1]), (1 - accept_probs)[:, :-1]], 1).cumprod(1)
         end = topology.postorder.gather(1, sampler.draw(accept_probs * none_before).unsqueeze(1)).squeeze(1)
         return Verdict(*path_to(tree, end), target.draw_after(end, left.index_select(0, target.flat_index(end))))

@@ -1,4 +1,4 @@
-"""walk(): the path through a verified tree that a rule accepts.
+"""walk(): a rule's verdict on a verified tree.
 
 Shapes: B batch rows, N nodes, V vocabulary.
 """
@@ -28,16 +28,16 @@ def walk(
     keep_scores: bool = False,
     keep_divergences: bool = False,
 ) -> Verdict:
-    """What the rule accepts of the tree, in every row at once.
+    """The rule's verdict on the tree, for all rows at once.
 
-    logits (B, N, V): the target's. history, ends, numbers: as in `TargetProbs`. keep_scores: the verdict gets the
-    scores of each token. keep_divergences: it gets those of every node, from a rule that measures them.
+    logits (B, N, V): the target's. history, ends, numbers: as in `TargetProbs`. keep_scores: include the scores of each
+    token. keep_divergences: include those of every node, from a rule that measures them.
     """
     target = TargetProbs(tree, logits, sampler, history, ends, numbers)
     rule = Exact() if tree.num_nodes == 1 or accept.is_exact(sampler) else accept
     verdict = rule.judge(target)
     if keep_divergences and tree.num_nodes > 1:
-        # After the verdict: those that are random numbers leave the rule the numbers it draws when nobody asks.
+        # After the verdict: a "random" divergence draws numbers, and must not change those that the rule draws.
         verdict = replace(verdict, divergences=accept.divergences(target))
     if not keep_scores:
         return verdict

@@ -27,7 +27,7 @@ class DraftLogits:
     vocab_size: int
 
     def padded(self, missing: int, num_logits: int) -> DraftLogits:
-        """Those of a tree with so many more slots, all unused, and of at least num_logits distributions."""
+        """The logits for a tree with so many more unused slots, with at least num_logits distributions."""
         more = max(0, num_logits - self.logits.shape[1])
         logits = torch.cat([self.logits, self.logits[:, :1].expand(-1, more, -1)], 1)
         return replace(self, logits=logits, index=torch.nn.functional.pad(self.index, (0, missing)))
@@ -41,7 +41,7 @@ class DraftLogits:
         return self.logits.flatten(0, 1).index_select(0, index)
 
     def chance(self, index: Tensor, tokens: Tensor) -> Tensor:
-        """(B, N) the probability of tokens (B, N) in distributions index (B, N); 0 outside the draft vocabulary."""
+        """(B, N) the probability of tokens (B, N) in distributions `index` (B, N); 0 outside the draft vocabulary."""
         row = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         q = self.logits.float().softmax(-1)
         if self.ids is None:

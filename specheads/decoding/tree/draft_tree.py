@@ -57,7 +57,7 @@ class DraftTree:
         return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
 
     def padded(self, num_nodes: int, max_depth: int, num_logits: int = 0) -> DraftTree:
-        """The tree with unused slots up to `num_nodes`, levels without nodes up to max_depth, and at least num_logits
+        """The tree padded with unused slots to `num_nodes`, with empty levels to max_depth, and to at least num_logits
         distributions in its logits."""
         missing = num_nodes - self.num_nodes
         if not missing and max_depth == self.max_depth:
@@ -71,7 +71,7 @@ class DraftTree:
         return DraftTree(tokens, parents, max_depth, probs, logits)
 
     def cut(self, depths: Sequence[int]) -> DraftTree:
-        """The tree without each row's nodes below its own depth: their slots are unused."""
+        """The tree without each row's nodes deeper than depths[row]; their slots become unused."""
         if min(depths) >= self.max_depth:
             return self
         below = self.topology.depth > torch.tensor(depths, device=self.parents.device).unsqueeze(1)
@@ -79,7 +79,7 @@ class DraftTree:
         return replace(self, parents=parents, topology=TreeTopology.of(parents, self.max_depth))
 
     def within(self, depths: Tensor) -> DraftTree:
-        """`cut` by depths (B,) on the device, of which the host reads nothing."""
+        """`cut` at depths (B,), without a transfer to the host."""
         topology = self.topology.masked(self.topology.drafted & (self.topology.depth <= depths.unsqueeze(1)))
         return DraftTree(self.tokens, topology.parents, self.max_depth, self.probs, self.logits, topology)
 

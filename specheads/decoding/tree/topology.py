@@ -16,7 +16,7 @@ from specheads.decoding.cached import cached_property
 def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
     """(B, N) parents → (B, N, N) bool: entry [b, i, j] is True where j is i or an ancestor of i.
 
-    By pointer doubling, so the number of passes is logarithmic in the depth and no value leaves the device.
+    By pointer doubling: the number of passes is logarithmic in the depth, and no value leaves the device.
     """
     batch, num = parents.shape
     # Node N stands for "no parent": it has no ancestors, itself included, and is its own parent.
@@ -34,14 +34,14 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class TreeTopology:
-    """What the parents of a tree imply. A static plan computes it once for all its trees.
+    """What the parents of a tree imply; a static plan computes it once for all its trees.
 
     parents (B, N) as DraftTree's; ancestors (B, N, N) bool, see `ancestors`; depth (B, N) int64, 0 at the root.
 
     whole: the tree of which this one is a part (see `masked`), None otherwise.
 
-    Properties whose shape depends on the tree make the host wait for the device, on first use; they say so. Nodes of
-    all rows are numbered b · N + i where one index must name the row too.
+    Properties whose shape depends on the tree make the host wait for the device on first use; they say so. Where one
+    index covers all rows, node i of row b is b · N + i.
     """
 
     parents: Tensor
@@ -51,7 +51,7 @@ class TreeTopology:
 
     @classmethod
     def of(cls, parents: Tensor, max_depth: int | None = None, *, in_line: bool | None = None) -> TreeTopology:
-        """in_line: as below, if the host knows it."""
+        """in_line: the property of that name, if the host knows it."""
         mask = ancestors(parents, max_depth)
         topology = cls(parents, mask, mask.sum(-1) - 1)
         if in_line is not None:
@@ -59,9 +59,9 @@ class TreeTopology:
         return topology
 
     def masked(self, used: Tensor) -> TreeTopology:
-        """The part of the tree in the slots used (B, N), which hold the parents of their nodes too.
+        """The part of the tree in slots used (B, N), which include every used node's parent.
 
-        The host reads nothing of it: it knows the whole tree, whose tables serve, with 0 for slots that are not used.
+        Nothing is transferred to the host: it uses the whole tree's tables, with 0 for unused slots.
         """
         own = torch.eye(used.shape[1], dtype=torch.bool, device=used.device)
         return TreeTopology(
@@ -70,13 +70,13 @@ class TreeTopology:
         )  # fmt: skip
 
     def complete(self) -> None:
-        """Compute all that is cached, because a compiled graph must find the same of it at each call."""
+        """Compute all cached properties, because a compiled graph must find the same ones cached at each call."""
         for name, value in vars(TreeTopology).items():
             if isinstance(value, cached_property):
                 getattr(self, name)
 
     def bare(self, in_line: bool) -> TreeTopology:
-        """The same with nothing cached but `in_line`."""
+        """The same topology with nothing cached but `in_line`."""
         topology = TreeTopology(self.parents, self.ancestors, self.depth, self.whole)
         topology.__dict__["in_line"] = in_line
         return topology
@@ -104,7 +104,7 @@ class TreeTopology:
 
     @cached_property
     def most_siblings(self) -> int:
-        """The most children any node has, or more, on the host. Waits for the device."""
+        """An upper bound on any node's number of children, on the host. Waits for the device."""
         if self.whole is not None:
             return self.whole.most_siblings
         return 1 if self.in_line else int(self.children.sum(2).max())
@@ -136,11 +136,11 @@ class TreeTopology:
 
     @cached_property
     def rejection_order(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The drafted nodes in batches by depth, then by rank: to compute what is left at a parent once a child is
-        rejected. A node comes before its children, and these in draft order.
+        """The batched rejection schedule: drafted nodes in batches by depth, then by rank, in which residuals at
+        parents are computed. A node comes before its children, and these come in draft order.
 
         A batch is (parents (F,), one child of each (F,), its earlier siblings (F, rank)), as b · N + i. Waits for the
-        device. Of a part of a tree it has the slots that are not used too."""
+        device. For a part of a tree it includes unused slots."""
         if self.whole is not None:
             return self.whole.rejection_order
         num, depth, rank = self.parents.shape[1], self.depth.flatten(), self.ranks.flatten()
@@ -153,8 +153,8 @@ class TreeTopology:
     @cached_property
     def postorder(self) -> Tensor:
         """(B, N) the nodes of each row in post-order: each after its descendants, and after its earlier siblings and
-        theirs. Slots that the root does not reach come last; in a part of a tree, where the whole has them. Waits
-        for the device."""
+        theirs. Unused slots come last; in a part of a tree, they stay where the whole tree has them. Waits for the
+        device."""
         if self.whole is not None:
             return self.whole.postorder
         rows = []
@@ -174,8 +174,8 @@ class TreeTopology:
 
     @cached_property
     def paths(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The nodes from the root to each leaf, (B, P, D), the last repeated where a path is shorter; and where each
-        node is found there: its path (B, N) and its level (B, N). Waits for the device."""
+        """The nodes from the root to each leaf, (B, P, D), padded with the leaf; and where to find each node there: its
+        path (B, N) and its level (B, N). Waits for the device."""
         if self.whole is not None:
             return self.whole.paths
         node = torch.arange(self.parents.shape[1], device=self.parents.device)
@@ -216,11 +216,11 @@ class TreeTopology:
 
     @cached_property
     def parent_index(self) -> Tensor:
-        """(B, N) parents, and node 0 where there is none, to gather by."""
+        """(B, N) parents as indices to gather by: 0 where there is none."""
         return self.parents.clamp_min(0)
 
     def row_starts(self, size: int) -> tuple[Tensor, Tensor]:
-        """Where each node's row (N,) and its parent's (B, N) begin in a flat table of N rows of that size. Cached."""
+        """The offsets of each node's row (N,) and its parent's (B, N) in a flat table of N rows of `size`. Cached."""
         cached = {} if torch.compiler.is_compiling() else self.__dict__.setdefault("_row_starts", {})
         if size not in cached:
             cached[size] = (

@@ -1,4 +1,4 @@
-"""A compiled step as a CUDA graph: one call of the host has the device run all of its kernels.
+"""A compiled step as a CUDA graph: one call from the host launches all of its kernels.
 
 A pass over a model is hundreds of kernels. Launched one by one, they wait for the host.
 """
@@ -16,14 +16,14 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-MOST_CAPTURES = 4  # of one step, the last used ones: a cache at another address needs one of its own
-NOT_CAPTURED = ("cpu",)  # a graph holds no copy from the host
+MOST_CAPTURES = 4  # kept per step, the most recently used: a cache at another address needs a capture of its own
+NOT_CAPTURED = ("cpu",)  # copies from the host cannot be captured
 
 TensorFunction = Callable[..., Sequence[Any]]
 
 
 def cuda_graphs(pool: Any) -> Callable[..., CudaGraph]:
-    """torch's own compiler, as a backend of torch.compile whose code runs as CUDA graphs with memory of this pool."""
+    """A torch.compile backend: inductor's code, run as CUDA graphs with memory from this pool."""
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> CudaGraph:
         compiled: Any = compile_fx(graph, inputs)
@@ -33,18 +33,18 @@ def cuda_graphs(pool: Any) -> Callable[..., CudaGraph]:
 
 
 class CudaGraph:
-    """A function of tensors, captured at its second call: the first compiles kernels, which no capture may do.
+    """A function of tensors, captured at its second call: the first compiles kernels, which a capture cannot do.
 
     Parameters, and tensors with a fixed address (`torch._dynamo.mark_static_address`: caches, which the function
-    writes), are read where they lie, and at another address the function is captured anew. The other inputs are copied
-    to where the graph reads them, and its outputs are copied: the next replay overwrites them.
+    writes), are read in place; if their addresses change, the function is captured again. The other inputs are copied
+    into the graph's buffers, and its outputs are cloned, since the next replay overwrites them.
     """
 
     def __init__(self, function: TensorFunction, pool: Any) -> None:
         """pool: the memory that all graphs of one base share, of `torch.cuda.graph_pool_handle`."""
         self.function, self.pool = function, pool
         self.is_warm = self.has_failed = False
-        self.fixed: list[int] = []  # indices of the inputs that are read where they lie
+        self.fixed: list[int] = []  # indices of the inputs that are read in place
         self.captures: dict[tuple[int, ...], Capture] = {}  # by the addresses of those inputs
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -56,12 +56,12 @@ class CudaGraph:
             addresses = tuple(inputs[i].data_ptr() for i in self.fixed)
             capture = self.captures.pop(addresses, None) or self.capture(inputs)
             if capture is not None:
-                self.captures[addresses] = capture  # the last used one
+                self.captures[addresses] = capture  # moved to the end: the most recently used
                 return capture.replay(inputs)
         return self.function(*inputs)
 
     def capture(self, inputs: Sequence[Any]) -> Capture | None:
-        """Of these inputs; None, after one warning, if CUDA refuses."""
+        """A capture with these inputs; None, after one warning, if CUDA refuses."""
         while len(self.captures) >= MOST_CAPTURES:
             del self.captures[next(iter(self.captures))]
         try:
@@ -73,7 +73,7 @@ class CudaGraph:
 
 
 class Capture:
-    """One captured call. fixed: the indices of the inputs that are read where they lie."""
+    """One captured call. fixed: the indices of the inputs that are read in place."""
 
     def __init__(self, function: TensorFunction, inputs: Sequence[Any], fixed: Sequence[int], pool: Any) -> None:
         self.copied = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in {*fixed}]
@@ -92,7 +92,7 @@ class Capture:
         ]
 
     def copy_inputs(self, inputs: Sequence[Any]) -> None:
-        """Copy the inputs to where the graph reads them."""
+        """Copy the inputs into the graph's buffers."""
         if self.buffers:
             new = [inputs[i][part] for i, part in zip(self.copied, self.parts, strict=True)]
             torch._foreach_copy_(self.buffers, new)
@@ -109,14 +109,14 @@ def has_fixed_address(value: Any) -> bool:
 
 
 def unrepeated(value: Tensor) -> Any:
-    """The index of a tensor's elements that lie at different addresses: one of those that `expand` repeated."""
+    """An index that keeps one of the elements that `expand` repeats, so that no address is indexed twice."""
     return tuple(slice(1) if step == 0 else slice(None) for step in value.stride()) if 0 in value.stride() else ...
 
 
 def capture_graph(
     function: TensorFunction, inputs: Sequence[Any], pool: Any
 ) -> tuple[Callable[[], None], Sequence[Any]]:
-    """What replays the function's kernels over the inputs' memory, and where it leaves its outputs."""
+    """A function that replays the kernels on the inputs' memory, and the outputs that it overwrites."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = function(*inputs)

@@ -1,8 +1,8 @@
-"""Matrix products and attention of few rows in a compiled step: few_rows.cpp in the place of the library's, as a pass
-of torch's compiler.
+"""Matrix products and attention with few rows in a compiled step: a compiler pass that puts in the kernels of
+few_rows.cpp.
 
-The libraries behind `torch.mm` on a CPU take up to five times as long over few rows as reading the matrix does, and
-torch's attention up to twice as long as ours over one token a text.
+On a CPU, the libraries behind `torch.mm` take up to five times as long for few rows as it takes to read the matrix, and
+torch's attention up to twice as long as ours for one token a text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import fx
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-# Measured (docs/LOG.md): over more, the library is about as fast. Where oneDNN has no products in bfloat16 for the
-# processor, torch's own take longer than ours at every size measured.
+# Measured (docs/LOG.md): for more rows the library is about as fast. On processors without bfloat16 products in oneDNN,
+# torch's own are slower than ours at every size measured.
 _ONLY_TORCH = torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 MOST_ROWS, MOST_QUERIES = {torch.float32: 48, torch.bfloat16: 96 if _ONLY_TORCH else 6}, 16
-HEAD_PART = 16  # a head's width is a multiple of it: of all vectors there are
+HEAD_PART = 16  # the width of a head must be a multiple of this, the longest vector
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 aten = torch.ops.aten
@@ -28,9 +28,9 @@ aten = torch.ops.aten
 
 @cache
 def load() -> None:
-    """Compile the operations for this processor, unless torch's cache has them, and tell torch of them.
+    """Compile the operations for this processor, unless they are in torch's cache, and register them.
 
-    Raises: what torch's compiler says if there is no C++ compiler.
+    Without a C++ compiler, torch's own error is raised.
     """
     CppCodeCache.load(SOURCE.read_text())
     torch.library.register_fake(
@@ -40,7 +40,7 @@ def load() -> None:
 
 
 def replace_products(graph: fx.Graph) -> None:
-    """Products of few rows and the matrix of a linear layer, which lies in memory as (N, K)."""
+    """Replace products of few rows with the matrix of a linear layer, stored as (N, K)."""
     for product in (aten.mm.default, aten.addmm.default):
         for node in graph.find_nodes(op="call_function", target=product):
             *bias, rows, matrix = node.args
@@ -52,7 +52,7 @@ def replace_products(graph: fx.Graph) -> None:
 
 
 def replace_attention(graph: fx.Graph) -> None:
-    """Attention of few queries in float32 under a mask, without dropout."""
+    """Replace attention of few queries in float32 under a mask, without dropout."""
     for node in graph.find_nodes(op="call_function", target=aten._scaled_dot_product_flash_attention_for_cpu.default):
         query, key, value, *others = node.args
         options = {"attn_mask": None, "scale": None} | node.kwargs
@@ -72,7 +72,7 @@ def replace_attention(graph: fx.Graph) -> None:
 
 
 class FewRows(CustomGraphPass):
-    """Replaces those products and that attention in a graph."""
+    """The compiler pass: replaces products and attention in a graph."""
 
     def __init__(self) -> None:
         load()

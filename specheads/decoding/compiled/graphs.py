@@ -1,7 +1,7 @@
-"""Graphs that torch compiled, one for each set of shapes and constants, kept as long as the base model.
+"""Graphs compiled by torch, one for each set of shapes and constants, kept as long as the base model.
 
-torch's own guards, which would cost a tenth of a step, are left out. In their place stands a key of all that a graph
-depends on (`keys.py`), and another key is another graph.
+torch's own guards, which would cost a tenth of a step, are left out. Instead each graph is stored under a key of all
+that it depends on (`keys.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_BACKEND = "inductor"
 class CompiledSteps:
     """The compiled steps of one base model on one device.
 
-    backend: of torch.compile. `failure`: why nothing is compiled, None while all is well. failures: of each graph that
+    backend: of torch.compile. failure: why nothing is compiled, None if all is well. failures: for each graph that
     could not be compiled, why.
     """
 
@@ -40,9 +40,9 @@ class CompiledSteps:
         self.failure: str | None = None
         self._known: dict[Hashable, Callable[..., Any]] = {}
         self.failures: dict[Hashable, str] = {}
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._compiling = RLock()
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of memory of all CUDA graphs
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # CUDA graphs share it
 
     def __len__(self) -> int:
         """How many graphs there are."""
@@ -51,19 +51,19 @@ class CompiledSteps:
     def serves(self, target: Verifier) -> TypeGuard[Target]:
         """Are steps over this target, after its prefill, compiled? If not, the log says why, once."""
         reason = self.failure or reason_not_compiled(target)
-        if reason is not None and reason not in self._said:
-            self._said.add(reason)
+        if reason is not None and reason not in self._logged:
+            self._logged.add(reason)
             logger.warning("%s decodes without compiling: %s", target.name, reason)
         return reason is None
 
     def run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
-        """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then no other is tried
-        either if it was the first. module: the graph is dropped when this head is freed."""
+        """function(*inputs), compiled; if it cannot be compiled, run eagerly after one warning. If the first attempt to
+        compile fails, no other is made. module: the graph is dropped when this head is freed."""
         if self.failure is not None or (function, key) in self.failures:
             return function(*inputs)
         if (compiled := self._known.get((function, key))) is not None:
             return compiled(*inputs)
-        with self._compiling:  # threads that want one graph wait for the first of them
+        with self._compiling:  # threads that need the same graph wait for the first of them
             if self.failure is not None or (function, key) in {*self._known, *self.failures}:
                 return self.run(function, key, *inputs)
             return self._compile(function, key, *inputs, module=module)
@@ -76,23 +76,23 @@ class CompiledSteps:
             compiled = compile_without_guards(function, self.backend, self.device, self.pool)
             result = compiled(*inputs)
         except Exception as error:
-            result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was
+            result = function(*inputs)  # if the inputs were at fault, this raises the error
             reason = f"{type(error).__name__}: {first_lines(error)}"
             self.failures[function, key] = reason
             if not self._known:
                 self.failure = reason
-                self._said.add(reason)
+                self._logged.add(reason)
             logger.warning("%s cannot be compiled, and decoding continues without: %s", function.__name__, reason)
             return result
         logger.warning("compiled %s in %.0f s", function.__name__, time.perf_counter() - began)
         self._known[function, key] = compiled
-        if module is not None:  # the base needs none: when it is freed, so are its compiled steps
+        if module is not None:  # not needed for the base: its compiled steps are freed with it
             finalize(module, forget, ref(self), (function, key)).atexit = False
         return result
 
 
 def forget(steps: ref[CompiledSteps], graph: Hashable) -> None:
-    """Drop the graph of a head that has been freed. The base, which may have been freed before, holds the steps."""
+    """Drop the graph of a head that has been freed. The steps may be gone already: they are freed with the base."""
     if (found := steps()) is not None:
         found._known.pop(graph, None)
 
@@ -101,7 +101,7 @@ _STEPS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, torch.device], Compil
 
 
 def compiled_steps(base: PreTrainedModel, backend: str | bool = True) -> CompiledSteps:
-    """The compiled steps of this base where it is now, which live as long as it does. backend: True for torch's own.
+    """The compiled steps of this base on its current device, which live as long as it does. backend: True for inductor.
 
     ValueError, with the nearest name, for a backend that torch does not have.
     """
@@ -113,16 +113,16 @@ def compiled_steps(base: PreTrainedModel, backend: str | bool = True) -> Compile
 def compile_without_guards(
     function: Callable[..., T], backend: str, device: torch.device, pool: Any = None
 ) -> Callable[..., T]:
-    """torch.compile of a copy of the function, whose code torch knows nothing of yet. On CUDA torch's own compiler
-    makes CUDA graphs, with memory of this pool."""
+    """torch.compile of a copy of the function, as torch caches by code object. On CUDA inductor's code runs as CUDA
+    graphs, with memory from this pool."""
     code = function.__code__.replace(co_name=f"{function.__name__}_")
     fresh = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if backend == DEFAULT_BACKEND and device.type == "cpu":
         from specheads.decoding.compiled.few_rows import FewRows  # it imports torch's compiler
 
-        # A step is some 200 short calls, each of which costs more from Python. Compiled apart from what they call, with
-        # less optimization, a graph takes 0.55 to 0.66 of the time to compile, and 1 to 2 % more to run (docs/LOG.md).
+        # A step is some 200 short calls, each slower from Python than from C++. Building the wrapper separately, with
+        # less optimisation, takes 0.55 to 0.66 of the time to compile, and 1 to 2 % more to run (docs/LOG.md).
         options |= {"post_grad_custom_pre_pass": FewRows(), "cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     chosen: Any = backend
     if backend == DEFAULT_BACKEND and device.type == "cuda":
@@ -133,7 +133,7 @@ def compile_without_guards(
 
 
 def first_lines(error: Exception, count: int = 2) -> str:
-    """The first lines of its message that hold text: torch names the backend first, and then what went wrong."""
+    """The first non-empty lines of its message: torch names the backend first, and then what went wrong."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     return " ".join(lines[:count]) or "no message"
 

@@ -15,15 +15,15 @@ from specheads.decoding.tree import DraftTree
 
 
 def module_state(module: nn.Module) -> tuple:
-    """The module, and what of it may change: modes, hooks, adapters, attention, the kind and shape of each tensor."""
+    """The module, and what may change about it: modes, hooks, adapters, attention, kinds and shapes of its tensors."""
     adapters = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
     modules = []
     for part in module.modules():
         own = vars(part)
-        # Asking a module for what it lacks would take most of the time.
+        # getattr for what a module lacks would take most of the time.
         named = [str(getattr(part, name)) for name in adapters if name in own or hasattr(type(part), name)]
         attention = getattr(own.get("config"), "_attn_implementation", None)
-        attention = "sdpa" if attention == GROUPED else attention  # while another thread is in a pass
+        attention = "sdpa" if attention == GROUPED else attention  # another thread may be in a pass
         hooks = *own["_forward_hooks"], *own["_forward_pre_hooks"]
         modules.append((own["training"], id(own.get("forward")), *hooks, *named, attention))
     tensors = [(type(t), t.shape, t.dtype, t.device) for t in (*module.parameters(), *module.buffers())]
@@ -32,7 +32,7 @@ def module_state(module: nn.Module) -> tuple:
 
 
 def torch_settings() -> tuple:
-    """The settings of torch that its compiler makes code for, or would guard."""
+    """The settings of torch that compiled code depends on, or that guards would check."""
     products = torch.backends.cuda.matmul
     return (
         torch.get_default_dtype(),
@@ -46,18 +46,18 @@ def torch_settings() -> tuple:
 
 
 def options_as_tensors(owner: Any, device: torch.device, names: Sequence[str]) -> Any:
-    """A copy of a logits processor or rule whose options of these names are tensors, which a graph reads anew."""
+    """A copy of a logits processor or rule with these options as tensors, whose values a graph reads at each call."""
     result = copy.copy(owner)
     for name in names:
         if isinstance(value := getattr(owner, name, None), float):
-            dtype = torch.float32 if device.type == "mps" else torch.float64  # a number's own, where there is one
+            dtype = torch.float32 if device.type == "mps" else torch.float64  # that of a Python float; MPS has none
             vars(result)[name] = torch.tensor(value, dtype=dtype, device=device)
     return result
 
 
 def constants_of(owner: Any) -> tuple:
-    """The type of a logits processor or rule and the values of its attributes; of tensors, which a graph reads anew,
-    the shapes."""
+    """The type of a logits processor or rule and the values of its attributes; only the shapes of tensors, whose values
+    a graph reads at each call."""
     return type(owner), tuple(
         (name, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value))
         for name, value in sorted(vars(owner).items())
@@ -65,7 +65,7 @@ def constants_of(owner: Any) -> tuple:
 
 
 def draft_shapes(tree: DraftTree) -> tuple:
-    """What a graph depends on of the draft's probabilities that a tree carries."""
+    """What a graph depends on in the draft probabilities that a tree carries."""
     probs, logits = tree.probs, tree.logits
     return (
         None if probs is None else (probs.shape, probs.dtype),

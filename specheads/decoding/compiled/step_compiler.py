@@ -1,4 +1,4 @@
-"""Which part of a step of decode() is compiled: all of it, what follows the draft, or the pass over the base alone."""
+"""Chooses which part of a decode() step is compiled: all of it, what follows the draft, or the base's pass alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
 
-# Logits processors that torch can trace, and those of their options that a graph reads anew.
+# Logits processors that torch can trace, and those of their options whose values a graph reads at each call.
 TRACED = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
@@ -41,24 +41,24 @@ OPTIONS = ("temperature", "top_p", "min_p")
 
 
 class StepCompiler:
-    """Runs the steps of one call of decode() compiled: whole where the host has no part in them, else what can be.
+    """Runs the steps of one call of decode() compiled: whole if the host takes no part, else as far as possible.
 
-    whole: the host has no part in drafting and judging, but reads the prompt before the first step. judges: nor in
-    judging a tree of point masses, or a chain. by_target: drafts decide how fast the text comes, and not which.
+    whole: drafting and judging both run in the graph (the prompt is read before the first step). judges: judging a tree
+    of point masses, or a chain, does. by_target: drafts affect only how fast the text comes, not which text.
     """
 
     def __init__(
         self, steps: CompiledSteps, target: Target, drafter: Drafter | None, plan: Plan | None, accept: Acceptance,
         sampler: Sampler, num_top: int, *, details: bool,
     ) -> None:  # fmt: skip
-        """details: the caller wants scores or divergences, which leave a step only on the host's way."""
+        """details: the caller wants scores or divergences, which a compiled step does not return."""
         self.steps, self.target, self.drafter, self.plan = steps, target, drafter, plan
         self.sampler, self.num_top, device = sampler, num_top, target.cache.lengths.device
         exact = drafter is None or accept.is_exact(sampler)
         self.accept: Acceptance = Exact() if exact else options_as_tensors(accept, device, accept.tensor_options)
         self.by_target = exact and not isinstance(unwrapped_plan(plan), SampledTree)
         traced = all(type(processor) in TRACED for processor in sampler.processors)
-        # Code that torch's own compiler made of `probs.randomness` on a CPU corrupted memory (torch 2.13).
+        # inductor's CPU code for `probs.randomness` corrupted memory (torch 2.13).
         self.hashes = steps.backend != DEFAULT_BACKEND or not sampler.do_sample or device.type != "cpu"
         self.judges = traced and self.accept.on_device and not details and (self.by_target or self.hashes)
         if self.judges:
@@ -70,7 +70,7 @@ class StepCompiler:
 
     @property
     def state(self) -> Hashable:
-        """What graphs depend on of the target until the next `renew`."""
+        """What graphs depend on in the target, read once until the next `renew`."""
         if self._state is None:
             offset, weight = self.target.offset, self.target.embed.weight
             autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
@@ -86,7 +86,7 @@ class StepCompiler:
         return self._state
 
     def state_of(self, module: nn.Module | None) -> Hashable:
-        """What a graph with this module depends on, read and kept as `state` is."""
+        """What a graph with this module depends on, read once until the next `renew`."""
         if module is None:
             return None
         if module not in self._modules:
@@ -95,18 +95,18 @@ class StepCompiler:
         return self._modules[module]
 
     def renew(self) -> None:
-        """New prompts came into the batch."""
+        """Read the state again, after new prompts have come into the batch."""
         self._state = None
         self._modules.clear()
 
     def key(self, *others: Any) -> Hashable:
-        """That of a graph which depends on the target and on others."""
+        """The key of a graph that depends on the target and on `others`."""
         cache = self.target.cache
         return self.state, len(cache.lengths), cache.scratch, cache.end, cache.size, *others
 
     @property
     def judging(self) -> Hashable:
-        """What judging depends on, beside the tree."""
+        """What judging depends on besides the tree."""
         processors = tuple(map(constants_of, self.sampler.processors))
         return self.num_top, self.sampler.do_sample, constants_of(self.accept), processors
 
@@ -116,13 +116,13 @@ class StepCompiler:
     ) -> Advance | None:  # fmt: skip
         """The step in one graph; None if it has to begin on the host.
 
-        count, limits (B,): new tokens of each row, and the most of them. shortened: the text ends within a draft.
+        count, limits (B,): new tokens of each row so far, and at most. shortened: the text ends within a draft.
         """
         if not self.judges:
             return None
         draft, unread = None, None
         if self.drafter is not None and self.plan is not None:
-            if self.whole and not context.ranks:  # the first step, which reads the prompt before
+            if self.whole and not context.ranks:  # the first step: the prompt is read before it
                 unread, context = split_prompt(context, self.plan.depth + 1)
             draft = self.drafter.device_draft(context, self.plan)
             if draft is None or not (draft.drafter is None or self.grows(draft.plan)):
@@ -147,19 +147,19 @@ class StepCompiler:
     def step_after_draft(
         self, context: Context, tree: DraftTree, numbers: Callable[[int], Tensor | None], active: Tensor, count: Tensor
     ) -> Advance | None:
-        """What follows a draft in one graph; None if the host has a part in judging it, or if no other step needs such
-        a graph."""
+        """What follows a draft, in one graph; None if judging needs the host, or if no other step would use such a
+        graph."""
         if self.whole or not self.judges or tree.siblings_drawn:
             return None
         if tree.num_nodes == 1 and self.accept.uses_draft_probs:
-            return None  # it has none, and they have a part in the graph
+            return None  # such a tree has none, and the graph reads them
         by_target = tree.probs is None and isinstance(self.accept, Exact)
         if not by_target and not self.hashes:
             return None
         tree = self.pad(tree)
         if self.by_paths(tree):
             return None
-        # Cached values of a topology that other steps had computed would be part of what the graph reads.
+        # Else values cached in the topology by other steps would become inputs of the graph.
         tree = replace(tree, topology=tree.topology.bare(tree.is_chain))
         key = self.key(self.judging, draft_shapes(tree), tree.num_nodes, tree.max_depth, tree.is_chain)
         return self._run(
@@ -168,12 +168,12 @@ class StepCompiler:
         )  # fmt: skip
 
     def grows(self, plan: Plan | None) -> bool:
-        """Do the plan's trees grow in the graph? Not those that choose their nodes where the target takes paths."""
+        """Do the plan's trees grow in the graph? Not if they choose their nodes and the target takes trees as paths."""
         chooses = isinstance(unwrapped_plan(plan), BestFirstTree | DynamicTree)
         return grows_on_device(plan) and not (chooses and self.target.has_state)
 
     def by_paths(self, tree: DraftTree) -> bool:
-        """Does the target's pass take the tree as paths, which the host counts?"""
+        """Does the target's pass take the tree as paths, whose number the host must know?"""
         return self.target.has_state and not tree.is_chain
 
     def verify(self, tree: DraftTree) -> TargetOutput:
@@ -189,7 +189,7 @@ class StepCompiler:
             return self.steps.run(function, key, *inputs, module=module)
 
     def pad(self, tree: DraftTree) -> DraftTree:
-        """The tree in the next of the drafter's sizes."""
+        """The tree padded to the next of the drafter's sizes."""
         nodes, depth = self.target.scratch, self.depth
         sizes = () if self.drafter is None else self.drafter.tree_sizes
         if smaller := [size for size in sizes if tree.num_nodes <= size < nodes]:
@@ -198,16 +198,16 @@ class StepCompiler:
 
     @property
     def depth(self) -> int:
-        """Of the deepest drafted node."""
+        """The deepest drafted node's depth."""
         return 0 if self.plan is None or self.drafter is None else self.plan.depth
 
 
 def grows_on_device(plan: Plan | None) -> bool:
     """Are its trees of one size, grown on the device?
 
-    A branching tree has more nodes than a chain of its depth; of another one the host would ask whether it branches.
+    A tree with more nodes than a chain of its depth must branch; for any other the host would have to check.
     """
-    if type(plan).__hash__ is None:  # no graph can be found by it again
+    if type(plan).__hash__ is None:  # it cannot be part of a key
         return False
     plan = unwrapped_plan(plan)
     if isinstance(plan, StaticTree | SampledTree):
@@ -216,6 +216,6 @@ def grows_on_device(plan: Plan | None) -> bool:
 
 
 def branches_at_random(plan: Plan | None) -> bool:
-    """May the drawn children of a node be more or fewer from tree to tree?"""
+    """May the number of a node's drawn children differ from tree to tree?"""
     plan = unwrapped_plan(plan)
     return isinstance(plan, SampledTree) and plan.num_nodes > plan.depth + 1

@@ -1,1 +1,1 @@
-"""Probabilities: the target's under a generation config, the draft's, draws from them and divergences between them."""
+"""Probabilities: the target's under a generation config, the draft's, sampling, and divergences between the two."""

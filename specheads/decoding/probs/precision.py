@@ -10,7 +10,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def bfloat16_is_fast(device: torch.device) -> bool:
-    """Does this device multiply bfloat16 matrices faster than float32? Where that is unknown, no."""
+    """Does this device multiply bfloat16 matrices faster than float32? If that is unknown, no."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

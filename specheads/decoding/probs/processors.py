@@ -1,8 +1,8 @@
 """Which logits processors can judge the nodes of a tree, and how each is called.
 
 A processor that depends on the prefix alone gives each node the scores of its own path, in trees and in batches. One
-that keeps state from call to call cannot judge nodes that may be rejected: the state of a known kind is moved with the
-path, and others are refused or stop the drafting.
+that keeps state from call to call cannot judge nodes that may be rejected: the state of known kinds is moved along the
+path; others are refused or stop the drafting.
 Shapes: R batch rows, T ids of a row, V vocabulary.
 """
 
@@ -24,7 +24,7 @@ from transformers.utils import logging as hf_logging
 
 logger = hf_logging.get_logger(__name__)
 
-# Their result does not depend on the prefix. Any other processor, a subclass of these included, gets each node's own
+# Their result does not depend on the prefix. Every other processor, subclasses of these included, gets each node's own
 # prefix.
 PREFIX_FREE = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
@@ -48,7 +48,7 @@ class RowProcessor(ABC):
 
 
 def adapt(processors: Iterable[Any]) -> list[Any]:
-    """The processors, those of known kinds as a `RowProcessor`. ValueError for one that cannot judge drafts."""
+    """The processors, some kinds wrapped as a `RowProcessor`. ValueError for one that cannot judge drafts."""
     result: list[Any] = []
     for processor in processors:
         if isinstance(processor, REFUSED):
@@ -71,12 +71,12 @@ def is_prefix_free(processor: Any) -> bool:
 
 
 def is_foreign(processor: Any) -> bool:
-    """Is it neither of transformers nor a `RowProcessor`?"""
+    """Is it neither from transformers nor a `RowProcessor`?"""
     return not isinstance(processor, RowProcessor) and not type(processor).__module__.startswith("transformers.")
 
 
 def call(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    """processor(ids (R, T), scores (R, V)), for which a foreign one may use gradients, as in generate()."""
+    """processor(ids (R, T), scores (R, V)), outside inference mode for foreign ones, which may use autograd."""
     if not is_foreign(processor):
         return processor(ids, scores)
     with torch.inference_mode(False), torch.no_grad():
@@ -84,7 +84,7 @@ def call(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def possibly_stateful(processors: Iterable[Any]) -> list[Any]:
-    """Those whose kind does not show that they keep no state from call to call."""
+    """The processors whose type does not rule out that they keep state from call to call."""
 
     def is_plain_function(one: Any) -> bool:
         return isinstance(one, types.FunctionType) and one.__closure__ is None
@@ -98,7 +98,7 @@ def possibly_stateful(processors: Iterable[Any]) -> list[Any]:
 
 @dataclass
 class AllowedTokens(RowProcessor):
-    """`prefix_allowed_tokens_fn`, which knows rows by their index: called row by row, it never sees filler ids."""
+    """`prefix_allowed_tokens_fn`, which gets the row's index: called row by row, it never sees padding ids."""
 
     processor: hf.PrefixConstrainedLogitsProcessor
 
@@ -111,7 +111,7 @@ class AllowedTokens(RowProcessor):
 
 @dataclass
 class _RowMatcher:
-    """One row's grammar matcher; start: the prompt's length; accepted: the ids after it that the matcher has taken."""
+    """One row's grammar matcher; start: the prompt's length; accepted: the ids after it that it has accepted."""
 
     matcher: Any
     start: int
@@ -158,25 +158,25 @@ class Grammar(RowProcessor):
 
 
 def common_prefix_length(one: list[int], other: list[int]) -> int:
-    """How many of their first ids are the same."""
+    """The length of the longest common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class StateWatch:
-    """Finds out whether logits processors of unknown kinds keep state from call to call, before anything is drafted.
+    """Detects whether logits processors of unknown kinds keep state from call to call, before anything is drafted.
 
-    waiting: not known yet. Until then nothing is drafted, so that each processor is called once a token, as in Hugging
+    waiting: not known yet. Meanwhile nothing is drafted, so that each processor is called once a token, as in Hugging
     Face's generate().
     """
 
     def __init__(self, processors: Iterable[Any]) -> None:
-        """Made after the processors' first call."""
+        """Create it after the processors' first call."""
         self.processors = possibly_stateful(processors)
         self.waiting = bool(self.processors)
         self.seen = snapshot(self.processors) if self.waiting else None
 
     def may_draft(self) -> bool:
-        """After a step: may drafts be made from now on? Logs one warning if not."""
+        """Call after a step: may tokens be drafted from now on? Logs one warning if not."""
         if not self.waiting:
             return True
         self.waiting = False
@@ -192,10 +192,10 @@ class StateWatch:
 
 
 def snapshot(value: Any, within: frozenset[int] = frozenset()) -> Any:
-    """A comparable picture of an object's state; None if some of it cannot be read.
+    """A comparable snapshot of an object's state; None if some of it cannot be read.
 
-    Models, tokenizers and classes count as constants, functions as what they share with the code around them. within:
-    ids of the objects around this one.
+    Models, tokenizers and classes count as constants, functions as the values of their closure. within: ids of the
+    objects that contain this one.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return ("value", value)
@@ -228,7 +228,7 @@ def snapshot(value: Any, within: frozenset[int] = frozenset()) -> Any:
 
 
 def cell_value(cell: types.CellType) -> Any:
-    """What a function shares with the code around it; None for what has no value yet."""
+    """The value of a closure cell; None if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:

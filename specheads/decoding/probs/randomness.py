@@ -1,8 +1,8 @@
 """Random numbers as functions of a row's seed, its output position and their use; no generator keeps a state.
 
 So a row draws the same numbers whatever tree is drafted, whatever else is in its batch, and on every device. The
-numbers are hashes of counters, by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): one formula on each
-device, where a torch.Generator gives a CPU and a GPU different numbers, and has to be advanced row by row.
+numbers are hashes of counters, by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): the same on every device,
+whereas a torch.Generator differs between CPU and GPU and has to be advanced row by row.
 Shapes: B batch rows, R draws, T output positions.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# 64 bits each, written as signed integers, which torch's are.
+# 64 bits each, written as the signed integers that torch has.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 # What a number is for; each use has numbers of its own.
@@ -25,7 +25,7 @@ TOKEN, DRAFT, ACCEPT = 1, 2, 3
 
 
 def scramble(x: Tensor) -> Tensor:
-    """int64 → int64, one to one: each bit of the result depends on every bit of x."""
+    """int64 → int64, a bijection: each bit of the result depends on every bit of x."""
     for bits, factor in ROUNDS:
         x = (x ^ shift_right(x, bits)) * factor
     return x ^ shift_right(x, 31)
@@ -37,13 +37,13 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def child_keys(keys: Tensor, counter: Tensor | int) -> Tensor:
-    """int64 keys and counters of 0 or more, broadcast → int64 keys: those of one key are unlike one another."""
+    """int64 keys and counters ≥ 0, broadcast → int64 keys, distinct for the counters of one key."""
     step = signed((counter + 1) * GOLDEN) if isinstance(counter, int) else (counter + 1) * GOLDEN
     return scramble(keys + step)
 
 
 def to_unit(keys: Tensor) -> Tensor:
-    """int64 → numbers in [0, 1) from the highest bits: 53 in float64; on MPS, which has none, 24 in float32."""
+    """int64 → numbers in [0, 1) from the highest bits: 53 in float64; on MPS, without float64, 24 in float32."""
     if keys.device.type == "mps":
         return shift_right(keys, 40).float() * 2**-24
     return shift_right(keys, 11).double() * 2**-53
@@ -55,7 +55,7 @@ def signed(seed: int) -> int:
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of a row of a batch that is given one: that seed for row 0, for others one that follows from it."""
+    """The seed of one row of a batch with one seed: that seed for row 0, one derived from it for others."""
     if row == 0:
         return seed
     return int(shift_right(child_keys(scramble(torch.tensor([signed(seed)])), row), 1))
@@ -67,9 +67,8 @@ def row_seeds(seed: int, count: int) -> list[int]:
 
 
 def seeds_for(seed: Any, count: int) -> list[int]:
-    """`seed` as generate() takes it, an int or one for each of `count` rows; None: by torch's global generator.
-
-    TypeError for what is neither, ValueError for another number of seeds.
+    """The seeds of `count` rows from generate()'s `seed`: an int, a list of one for each row, or None, for which one is
+    drawn from torch's global generator. TypeError for anything else, ValueError for a wrong number of seeds.
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()))
@@ -84,9 +83,9 @@ def seeds_for(seed: Any, count: int) -> list[int]:
 
 @dataclass
 class RowNumbers:
-    """The random numbers of the rows of a batch, by their seeds.
+    """The random numbers of the rows of a batch, from their seeds.
 
-    keys (B,): of the rows. After `begin`, `next` gives the numbers of one use at each row's output position.
+    keys (B,): one a row. After `begin`, `next` gives the numbers of one use at each row's output position.
     """
 
     keys: Tensor
@@ -107,13 +106,13 @@ class RowNumbers:
         self.keys = self.keys.index_copy(0, rows, other.keys)
 
     def begin(self, use: int, position: Tensor) -> None:
-        """Start the numbers of a use, DRAFT or ACCEPT, for rows that have so many output tokens (B,)."""
+        """Start the numbers of a use, DRAFT or ACCEPT, for rows with `position` (B,) output tokens so far."""
         self.step_keys, self.calls = child_keys(child_keys(self.keys, use), position), 0
 
     def next(self, shape: Sequence[int]) -> Tensor:
         """Numbers (R, …) that differ from call to call; rows have R / B each, in order.
 
-        A row's numbers depend on their index within the row alone, so more of them leave the earlier ones as they are.
+        A row's numbers depend only on their index within the row, so asking for more does not change the earlier ones.
         """
         count, batch = math.prod(shape), len(self.step_keys)
         keys = child_keys(self.step_keys, self.calls).unsqueeze(1)

@@ -1,7 +1,7 @@
-"""RowSampler: logits processors of each row's own, called as for a batch of that row alone.
+"""RowSampler: each row has its own logits processors, called as for a batch of that row alone.
 
-So a row's scores are those of its solo run: without padding, and with its own prompt's length where a processor was
-made for one. Shapes: R batch rows, V vocabulary.
+So a row's scores are those of the prompt alone: without padding, and with its own prompt's length if a processor
+depends on one. Shapes: R batch rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from specheads.decoding.probs.sampler import Prefixes, Sampler
 class RowSampler(Sampler):
     """A `Sampler` whose rows have processors of their own, all made from the same options.
 
-    Those that need no prefix are the same in all rows, and are called for all at once if there are no others.
+    If none needs a prefix they are the same in all rows, and are called for all rows at once.
     """
 
     def __init__(
         self, processors: Sequence[LogitsProcessorList], indices: Sequence[int], *, do_sample: bool,
         seeds: Sequence[int] | None,
     ) -> None:  # fmt: skip
-        """processors: of each row; indices: by which a processor that knows rows by their index knows each."""
+        """processors: each row's; indices: each row's index, for processors that are given it."""
         super().__init__(processors[0], do_sample=do_sample, seeds=seeds)
         self.rows: list[tuple[int, list[Any]]] = [
             (index, adapt(own)) for index, own in zip(indices, processors, strict=True)

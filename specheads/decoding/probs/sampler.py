@@ -19,19 +19,19 @@ from specheads.decoding.probs.randomness import RowNumbers, row_seeds
 from specheads.decoding.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
-FIRST_NUMBERS = 1024  # of each row, that draw its tokens
+FIRST_NUMBERS = 1024  # how many numbers that draw tokens are made at first, for each row
 
 
 def _no_prefix(scores: Tensor) -> Any:
-    """The empty ids (R, 0) that a prefix-free processor is given."""
+    """The empty ids (R, 0) to give a prefix-free processor."""
     return torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
 
 
 def likeliest(logits: Tensor, block: int = 128) -> Tensor:
-    """argmax over the last dimension of (…, V); of equal maxima the first."""
+    """argmax over the last dimension of (…, V), the first on ties."""
     if logits.shape[-1] % block or logits.numel() < 256 * block:
         return logits.argmax(-1)
-    # First the maximum of each block: on a CPU a maximum alone is found several times faster than its index.
+    # First the maximum of each block: on a CPU amax is several times faster than argmax.
     blocks = logits.unflatten(-1, (-1, block))
     best = blocks.amax(-1).argmax(-1, keepdim=True)
     within = blocks.gather(-2, best.unsqueeze(-1).expand(*best.shape, block)).argmax(-1)
@@ -39,14 +39,14 @@ def likeliest(logits: Tensor, block: int = 128) -> Tensor:
 
 
 class Sampler:
-    """The target's probabilities p under HF logits processors, and where all random numbers come from.
+    """The target's probabilities p under HF logits processors, and the source of all random numbers.
 
     Temperature 0 (do_sample=False) is a one-hot p, so greedy decoding needs no path of its own anywhere else.
-    numbers: of the rows, by their seeds, from `seed_rows` on. Before that numbers come from the generator.
+    numbers: the rows', from their seeds, set by `seed_rows`. Before that numbers come from the generator.
     """
 
     numbers: RowNumbers | None = None
-    _token_numbers: Tensor | None = None  # (B, T) of the first T tokens of each row
+    _token_numbers: Tensor | None = None  # (B, T) for the first T tokens of each row
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Sampler:
         lengths: Sequence[int] | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        """prompts: each row as the caller gave it, padding included, as processors are to see it; lengths: without
-        padding. pad_token_id: what fills a row that has ended. seeds: of the rows; None: drawn from the generator, by
-        default torch's own, as `seed_rows` says. ValueError for a processor that cannot judge drafts.
+        """prompts: each row as the caller gave it, padding included, for processors to see; lengths: without padding.
+        pad_token_id: fills rows that have ended. seeds: one a row; None: drawn from the generator (default: torch's
+        global one) in `seed_rows`. ValueError for a processor that cannot judge drafts.
         """
         self.processors = adapt(processors or ())
         self.do_sample, self.generator, self.seeds = do_sample, generator, seeds
@@ -72,8 +72,8 @@ class Sampler:
     def scores(self, logits: Tensor, prefixes: Prefixes, ended: Sequence[bool] | None = None) -> Tensor:
         """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays).
 
-        prefixes() gives each row's ids up to its node, unpadded. ended (R,): rows that nothing follows. Their scores
-        are left as they are and mean nothing; no processor is asked, since one may not know what follows an end.
+        prefixes() gives each row's ids up to its node, unpadded. ended (R,): rows that nothing follows. Processors are
+        not applied to them, since one may not know what follows an end; their scores are meaningless.
         """
         scores = at_least_float32(logits)
         if not self.needs_prefix:
@@ -82,7 +82,7 @@ class Sampler:
             return scores
         rows, is_over = self._with_padding(prefixes()), list(ended or [False] * len(scores))
         result = scores.clone()
-        # A processor takes rows of one length and may know rows by their index: a call per length, of the whole batch.
+        # Processors take rows of one length, and may identify rows by index: one call per length, with the whole batch.
         for length in sorted({len(row) for row, over in zip(rows, is_over, strict=True) if not over}):
             selected = [i for i, row in enumerate(rows) if len(row) == length and not is_over[i]]
             ids: Any = torch.tensor([self._fit_length(rows, i, selected, is_over[i]) for i in range(len(rows))])
@@ -97,14 +97,14 @@ class Sampler:
         return [[*prompt, *row[length:]] for prompt, length, row in parts]
 
     def _fit_length(self, rows: list[list[int]], index: int, selected: list[int], ended: bool) -> list[int]:
-        """A row as long as the selected ones: cut, padded if it has ended, else replaced by one of them."""
+        """A row made as long as the selected ones: cut, padded if it has ended, else replaced by one of them."""
         length, row = len(rows[selected[0]]), rows[index]
         if len(row) >= length:
             return row[:length]
         return [*row, *[self.pad_token_id] * (length - len(row))] if ended else rows[selected[0]]
 
     def _process(self, ids: Tensor, scores: Tensor, rows: list[list[int]], selected: list[int]) -> Tensor:
-        """All processors in turn over ids (R, T) and scores (R, V); only the selected rows of the result count."""
+        """Apply all processors to ids (R, T) and scores (R, V); only the selected rows of the result are meaningful."""
         for processor in self.processors:
             if isinstance(processor, RowProcessor):
                 for i in selected:
@@ -126,8 +126,8 @@ class Sampler:
     def draft_probs(self, logits: Tensor, kinds: Collection[type] | None = None) -> Tensor:
         """(R, V) draft logits → q (R, V), made like p but without prefixes: temperature and truncation alone.
 
-        kinds: the types of processors to apply; None for all that need no prefix. A row whose tokens they all rule out
-        is zero.
+        kinds: the types of processors to apply; None for all that need no prefix. A row in which they rule out every
+        token is zero.
         """
         scores = at_least_float32(logits)
         for processor in self.processors:
@@ -136,7 +136,7 @@ class Sampler:
         return scores.softmax(-1).nan_to_num_(0)
 
     def seed_rows(self, batch: int, device: torch.device) -> None:
-        """Begin the numbers of a batch."""
+        """Set up the random numbers of a batch's rows."""
         seeds = self.seeds
         if seeds is None and (self.do_sample or self.generator is not None):
             where = "cpu" if self.generator is None else self.generator.device
@@ -145,7 +145,7 @@ class Sampler:
         self._token_numbers = None
 
     def reseed_rows(self, rows: Tensor, seeds: Sequence[int] | None) -> None:
-        """These rows (R,) have become others, of these seeds."""
+        """New prompts with these seeds have replaced these rows (R,)."""
         if self.numbers is None:
             return
         if seeds is None:
@@ -154,18 +154,18 @@ class Sampler:
         self._token_numbers = None
 
     def token_numbers(self, count: Tensor, width: int, most: int) -> Tensor | None:
-        """(B, width) the numbers that draw the next tokens of rows that have count (B,) of them, `most` at most; None
-        if nothing is sampled."""
+        """(B, width) the numbers that draw each row's next tokens, after count (B,) ≤ `most` tokens; None if nothing is
+        sampled."""
         if self.numbers is None or not self.do_sample:
             return None
-        # One look-up a step, in a table made as texts grow: a high token limit takes no memory.
+        # One look-up a step, in a table that grows with the texts, so a high token limit costs no memory.
         if self._token_numbers is None or self._token_numbers.shape[1] < most + width:
             self._token_numbers = self.numbers.tokens(max(FIRST_NUMBERS, 2 * (most + width)))
         index = count.unsqueeze(1) + torch.arange(width, device=count.device)
         return self._token_numbers.gather(1, index)
 
     def begin(self, use: int, position: Tensor) -> None:
-        """What is random from here on is for this use, `DRAFT` or `ACCEPT`, after so many output tokens (B,)."""
+        """Numbers from here on are for this use, `DRAFT` or `ACCEPT`, after `position` (B,) output tokens."""
         if self.numbers is not None:
             self.numbers.begin(use, position)
 
@@ -173,7 +173,7 @@ class Sampler:
         """Unnormalised distributions (…, V) → (…) an index drawn from each; at temperature 0 the likeliest.
 
         numbers (…) in [0, 1) choose the index, so that the same p and number give the same one; None: fresh ones.
-        A p whose sum is not positive and finite clears `finite`, and its index means nothing.
+        A p whose sum is not positive and finite clears `finite`, and its index is meaningless.
         """
         if not self.do_sample:
             return likeliest(p)
@@ -183,9 +183,9 @@ class Sampler:
         return index
 
     def draw_nodes(self, p: Tensor, tree: DraftTree, numbers: Tensor | None) -> Tensor:
-        """p (B, N, V) → (B, N) a token drawn after each node of the tree; numbers (B, P): of each row, by depth.
+        """p (B, N, V) → (B, N) a token drawn after each node of the tree; numbers (B, P): each row's, by depth.
 
-        Most nodes are never reached, and their p may be anything: the caller gives `note_finite` those that are.
+        Most nodes are never reached, and their p may be anything: the caller passes those that are to `note_finite`.
         """
         numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers.gather(1, tree.topology.depth)
         return inverse_cdf(p, numbers)[0]
@@ -206,10 +206,10 @@ class Sampler:
 
 
 def inverse_cdf(weights: Tensor, numbers: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
-    """weights (…, V) ≥ 0, numbers (…) in [0, 1) → the first index whose running sum reaches (1 − number) · total, and
-    the total (…). An index without weight is never drawn; if the total is NaN the index means nothing.
+    """weights (…, V) ≥ 0, numbers (…) in [0, 1) → the first index whose cumulative sum reaches (1 − number) · total,
+    and the total (…). An index of weight 0 is never drawn; if the total is NaN the index is meaningless.
 
-    Running sums over blocks, then within one block, take a tenth of the time of running sums over all of V.
+    Cumulative sums over blocks, then within one block, take a tenth of the time of those over all of V.
     """
     size = weights.shape[-1]
     if missing := -size % block:
@@ -217,7 +217,7 @@ def inverse_cdf(weights: Tensor, numbers: Tensor, block: int = 128) -> tuple[Ten
     blocks = weights.unflatten(-1, (-1, block))
     sums = blocks.sum(-1).cumsum(-1, dtype=numbers.dtype)
     total = sums[..., -1:]
-    aim = (1 - numbers).unsqueeze(-1) * total  # above 0, so that an index before the first weight is never found
+    aim = (1 - numbers).unsqueeze(-1) * total  # above 0, so that leading zero weights are never chosen
     index = torch.searchsorted(sums, aim).clamp(max=sums.shape[-1] - 1)
     inner = blocks.gather(-2, index.unsqueeze(-1).expand(*index.shape, block)).squeeze(-2)
     inner = inner.cumsum(-1, dtype=numbers.dtype)

@@ -1,1 +1,1 @@
-"""The target model: its passes over draft trees, and their key-value caches."""
+"""The target model: its passes over draft trees, and its key-value caches."""

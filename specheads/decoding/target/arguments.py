@@ -1,4 +1,4 @@
-"""What a model's forward() takes: the names of its arguments, what it calls its cache, and on which device."""
+"""A model's forward(): the names of its arguments and of its cache argument, and the device of its inputs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-# transformers says `cache` since 5.24, and said `past_key_values` before; code beside a checkpoint may say either.
+# transformers: `cache` since 5.24, `past_key_values` before. Code shipped with a checkpoint may use either.
 CACHE_NAMES = ("past_key_values", "cache")
 if "cache" in inspect.signature(create_causal_mask).parameters:
     CACHE_NAMES = ("cache", "past_key_values")
 
 
 def forward_arguments(base: PreTrainedModel) -> set[str]:
-    """The argument names of the model's forward(). One with **kwargs (a wrapper, a decorator) passes them on, so the
-    names of its class's forward() count too, and so on up the base classes."""
+    """The argument names of the model's forward(). If that takes **kwargs (a wrapper, a decorator), they are passed on,
+    so the names of its class's forward() count too, and so on up the base classes."""
     names: set[str] = set()
     for forward in (base.forward, *(vars(cls)["forward"] for cls in type(base).__mro__ if "forward" in vars(cls))):
         parameters = inspect.signature(forward).parameters
@@ -28,14 +28,14 @@ def forward_arguments(base: PreTrainedModel) -> set[str]:
 
 
 def cache_argument(base: PreTrainedModel) -> str:
-    """The name under which forward() takes its cache, and generate() too."""
+    """The name under which forward() and generate() take the cache."""
     names = forward_arguments(base)
     return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
 
 
 def input_device(base: PreTrainedModel) -> torch.device:
-    """Where a base takes its ids, and gives its outputs, which one that is spread over devices sends back there."""
+    """The device for a base's ids and of its outputs, which a base spread over several devices sends back there."""
     embeddings: Any = base.get_input_embeddings()
-    # An offloaded layer has its weight on meta between its calls, and a hook that knows where it computes.
+    # Between calls an offloaded layer's weight is on meta, and its hook knows where it computes.
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
     return torch.device(embeddings.weight.device if device is None else device)

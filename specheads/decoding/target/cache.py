@@ -37,14 +37,14 @@ class TreeCache(Cache):
         self, num_layers: int, scratch: int, capacity: int, *, static: bool = False,
         recurrent: Sequence[RecurrentModule] = (), number_of_states: int = 1,
     ) -> None:  # fmt: skip
-        """static: allocate and attend few different sizes, so that a compiled step meets few shapes. recurrent: the
-        modules that keep states, number_of_states each."""
+        """static: allocate and attend only a few sizes, so that a compiled step sees few shapes. recurrent: the modules
+        that keep states, number_of_states each."""
         self.static = static
         self.window = Window()
         self.tree_layers = [TreeLayer(self.window) for _ in range(num_layers)]
         self.recurrent: RecurrentStates | None = None
         if recurrent:
-            with recurrent[0].turn:  # else `forward` might be that of another thread's pass
+            with recurrent[0].turn:  # else `forward` might be the replacement of another thread's pass
                 states = []
                 for part in recurrent:
                     cell = self.tree_layers[part.index] = TreeStateLayer(self.window, number_of_states)
@@ -55,12 +55,12 @@ class TreeCache(Cache):
         self._positions: Tensor  # (end,)
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
         self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) per stack: the index of slot 0, in slots
-        self.views: list[list[tuple[TreeLayer, str]]] = []  # per stack: whose keys or values each entry is
+        self.views: list[list[tuple[TreeLayer, str]]] = []  # per stack: the layer of each entry, and "keys" or "values"
         self.lengths: Tensor
         self.bound = 0
 
     def load_prompt(self, lengths: Tensor, bound: int) -> None:
-        """Commit the prompt that the layers hold, packed left in `bound` columns, and stack the buffers."""
+        """Commit the prompts that the layers hold, packed left in `bound` columns, and stack the buffers."""
         if bound > self.capacity:
             raise ValueError(f"a prompt of {bound} tokens does not fit a cache made for {self.capacity}")
         groups: dict[tuple, list[tuple[TreeLayer, str]]] = {}
@@ -94,7 +94,7 @@ class TreeCache(Cache):
             self.recurrent.replace_rows(rows, other.recurrent)
 
     def prepare(self, bound: int) -> None:
-        """Attend `bound` committed slots, and allocate as many and `scratch` more, the most that one pass commits.
+        """Attend `bound` committed slots, and allocate `scratch` more, the most that one pass commits.
 
         bound: no row has more committed tokens, those of an `append` included. ValueError if they exceed the capacity.
         """
@@ -127,11 +127,11 @@ class TreeCache(Cache):
 
     @property
     def positions(self) -> Tensor:
-        """(attended,) the position in each slot that a pass attends; in one for a tree, a position no text reaches."""
+        """(attended,) the position in each slot that a pass attends; for tree slots, a position no text reaches."""
         return self._positions[self.window.first :]
 
     def open(self, nodes: int) -> None:
-        """Begin a tree of at most so many nodes, in the last scratch slots. It is written from the first of them on."""
+        """Begin a tree of at most `nodes` nodes, written in order into the last `nodes` scratch slots."""
         self.window.first, self.window.write_slots = self.scratch - nodes, None
 
     def append(self, columns: int, length: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class TreeCache(Cache):
         self.size = size
 
     def _share(self, stack: Tensor, members: Sequence[tuple[TreeLayer, str]]) -> None:
-        """Give each layer its part of the stack, in which a compiled step reads and writes."""
+        """Give each layer its view of the stack, which passes read and write."""
         parts = [stack[i] for i in range(len(members))]
         for (layer, name), part in zip(members, parts, strict=True):
             setattr(layer, name, part)
@@ -161,7 +161,7 @@ class TreeCache(Cache):
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def commit(self, path: Tensor, length: Tensor) -> None:
-        """Move the nodes path (B, P) of the tree to the next committed slots; the first length (B,) of a row count.
+        """Move the nodes path (B, P) of the tree to the next committed slots; length (B,): how many of a row are valid.
 
         All P are moved; those past `length` are masked, and the next commit overwrites them.
         """
@@ -169,7 +169,7 @@ class TreeCache(Cache):
         target = target.clamp(max=self.scratch + self.size - 1)
         both = torch.stack([self.window.first + path, target]).unsqueeze(2)  # (2, B, 1, P)
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
-            # By rows of one matrix: on a CPU indexing two dimensions of the stack takes twice the time and more.
+            # As rows of one matrix: on a CPU indexing two dimensions of the stack takes more than twice the time.
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
             move_rows(stack.view(-1, stack.shape[-1]), source, destination)
         self.lengths = self.lengths + length
@@ -178,7 +178,7 @@ class TreeCache(Cache):
 
 
 def static_size(needed: int) -> int:
-    """The next of 256, 384, 512, 768, 1024, 1536 … slots: at most half as many again as needed."""
+    """`needed` rounded up to 256, 384, 512, 768, 1024, 1536 … slots: from 256 on at most half as many again."""
     size = max(256, 1 << (needed - 1).bit_length())
     return size * 3 // 4 if size > 256 and needed <= size * 3 // 4 else size
 
@@ -197,7 +197,7 @@ class Reach:
     size: int = 0
 
     def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        """Broadcast positions → bool: may the query look at the key, causality aside?"""
+        """Broadcast positions → bool: may the query attend to the key, causality aside?"""
         if self.kind == "sliding":
             return query - key < self.size
         if self.kind == "chunked":
@@ -208,8 +208,8 @@ class Reach:
 def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, attended: int, reach: Reach) -> Tensor:
     """Which of the attended cache slots each node of a pass sees: (B, N, attended) bool.
 
-    ancestors (B, N, S) over the first S of these slots, of which this pass writes the last N; depth (B, S) of those
-    slots; after them the committed ones. lengths (B,) committed tokens.
+    ancestors (B, N, S) covers the first S of these slots, of which this pass writes the last N; depth (B, S): of those
+    slots. Committed slots follow. lengths (B,): committed tokens.
     """
     batch, num, seen = ancestors.shape
     slot = torch.arange(attended - seen, device=lengths.device)
@@ -233,7 +233,7 @@ class Levels:
         cache.open(cache.scratch)
         self.cache = cache
         lengths = cache.lengths.unsqueeze(1)
-        # (B, 1, k, attended) the additive mask of the newest level in layers that see everything
+        # (B, 1, k, attended) the newest level's additive mask for layers of full attention
         self.seen = additive((cache.positions < lengths).unsqueeze(1), dtype)
         # Split once: cheaper than adding 1 at each level.
         self.levels = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
@@ -253,14 +253,14 @@ class Levels:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
         self.cache.window.write_slots, self.written = self.slots[:, :, start:stop], stop
         self.widths.append(stop - start)
-        if stop == len(self.widths):  # in a chain the one row serves again
+        if stop == len(self.widths):  # in a chain the mask's one row is reused
             self.columns[start].zero_()
         else:
             self.seen = gather_nodes(self.seen.squeeze(1), parents).unsqueeze(1).contiguous()
             self.seen[..., start:stop].diagonal(dim1=2, dim2=3).zero_()
 
     def mask(self, reach: Reach) -> Tensor:
-        """(B, 1, k, attended) the additive mask of the newest level in layers of this reach."""
+        """(B, 1, k, attended) the newest level's additive mask for layers of this reach."""
         if reach.kind == "full":
             return self.seen
         near = reach(self.position, self._slot_positions()).view(len(self.seen), 1, 1, -1)
@@ -282,5 +282,5 @@ def gather_nodes(level: Tensor, index: Tensor) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, N, K) bool → additive mask (B, 1, N, K), 0 where seen. Eager attention is silently wrong with a bool mask."""
+    """(B, N, K) bool → additive mask (B, 1, N, K), 0 where True. Eager attention is silently wrong with a bool mask."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)

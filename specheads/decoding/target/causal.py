@@ -41,9 +41,9 @@ from specheads.decoding.tree import DraftTree
 
 
 class Target(Verifier):
-    """The frozen base model as verifier of draft trees: one forward a tree, over a cache that is never recomputed.
+    """The frozen base model as verifier of draft trees: one forward per tree, over a cache that is never recomputed.
 
-    One pass serves all rows, those that are not `active` too. recurrent: the base's modules that carry a state from
+    A pass covers all rows, including those that are not `active`. recurrent: the base's modules that carry a state from
     token to token.
     """
 
@@ -51,13 +51,13 @@ class Target(Verifier):
         self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1, static: bool = False
     ) -> None:
         """layers: HF hidden_states indices to tap (0 embeddings, n last). scratch: the most nodes a tree will have.
-        static: the shapes of passes repeat, as a compiled step needs it.
+        static: keep the shapes of passes few, for compiled steps.
 
         Raises UnsupportedModel, with the reason, for a model that cannot be served.
         """
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
-        if attention not in (*MASKED_ATTENTION, GROUPED):  # grouped while another thread is in a pass
+        if attention not in (*MASKED_ATTENTION, GROUPED):  # GROUPED: another thread is in a pass
             raise UnsupportedModel(
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"
@@ -73,7 +73,7 @@ class Target(Verifier):
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
         self.offset: Tensor | None = None
-        self._last_position: Tensor  # (B, 1) of each row, on the device, so that a compiled step serves every limit
+        self._last_position: Tensor  # (B, 1), on the device so that a compiled step serves every limit
         self.prompt_lengths: Tensor
         self.inputs: ModelInputs
         self.cache: TreeCache
@@ -105,7 +105,7 @@ class Target(Verifier):
 
     def _forward_prompts(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
         """The pass of `prefill`, into a new cache."""
-        # Packed left, a causal prompt needs no mask of ours: padding comes after all that it could disturb. The base
+        # Packed left, causal prompts need no mask from us: padding comes after everything it could disturb. The base
         # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
         self.cache = TreeCache(
@@ -120,8 +120,8 @@ class Target(Verifier):
             position = inputs.positions
         last, extra = lengths - 1, dict(inputs.prompt)
         if "logits_to_keep" in forward_arguments(self.base):
-            # The vocabulary projection only where some row ends. A tensor would not be where a base that is spread over
-            # devices has its last hidden states.
+            # Project to the vocabulary only where some row ends. A list, since a tensor might be on another device than
+            # the last hidden states of a base that is spread over devices.
             ends = lengths.tolist()
             kept = sorted({end - 1 for end in ends})
             last = last.new_tensor([kept.index(end - 1) for end in ends])
@@ -145,7 +145,7 @@ class Target(Verifier):
 
     @torch.no_grad()
     def reread(self, rows: list[list[int]]) -> None:
-        """Commit the texts of all rows anew, in a pass that also looks at the position after the longest."""
+        """Recompute the cache for the texts of all rows, in a pass that also covers the position after the longest."""
         device, columns = self.cache.lengths.device, max(map(len, rows)) + 1
         lengths = torch.tensor([len(row) for row in rows], device=device)
         ids = torch.tensor([[*row, *[0] * (columns - len(row))] for row in rows], device=device)
@@ -166,7 +166,7 @@ class Target(Verifier):
         return self.limit - 2
 
     def set_limit(self, limit: int, batch: int, device: torch.device) -> None:
-        """No text of any of the B rows, which are on this device, gets longer than `limit` tokens."""
+        """Limit the texts of all `batch` rows to `limit` tokens."""
         self.limit = limit
         self._last_position = torch.full((batch, 1), self.last_position, device=device)
 
@@ -204,7 +204,7 @@ class Target(Verifier):
     def _forward_generated(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """One forward over generated tokens ids (B, N); position (B, N): how many tokens precede each in its row."""
+        """One forward over generated ids (B, N); position (B, N): how many tokens precede each in its row."""
         if self.offset is not None:
             position = position + self.offset
         arguments = self.inputs.generated_arguments(self.prompt_lengths, ids.shape[1])
@@ -212,7 +212,7 @@ class Target(Verifier):
             return self._forward(ids, position, mask, **arguments)
 
     def levels(self) -> Any:
-        """An empty tree after the committed text, to be grown by `forward_level`."""
+        """An empty tree after the committed text, which `forward_level` grows."""
         if self.cache.recurrent is not None:
             self.cache.recurrent.begin_levels()
         return Levels(self.cache, self.base.dtype)
@@ -221,8 +221,8 @@ class Target(Verifier):
     def forward_level(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
         """One pass over the next level of a tree from `levels`: logits (B, k, V), features (B, k, F).
 
-        tokens (B, k) are children of nodes parents (B, k) of the level before; at the first level of the last committed
-        token, index 0. They fill the scratch slots in order, so that `commit` can keep some.
+        tokens (B, k): children of nodes parents (B, k) in the level above, which for the first level is the last
+        committed token, index 0. They fill the scratch slots in order, so that `commit` can keep some.
         """
         levels.next_level(parents)
         if self.cache.recurrent is not None:
@@ -238,18 +238,18 @@ class Target(Verifier):
         return logits_of(self.base, hidden)
 
     def _masks(self, mask: Callable[[Reach], Tensor]) -> Tensor | dict[str, Tensor]:
-        """The masks of all layer types, as the model's forward() takes them."""
+        """The masks of all layer types, in the form the model's forward() takes."""
         masks: dict[str, Any] = {name: mask(reach) for name, reach in self.reach.items()}
         if self.recurrent:
             masks |= dict.fromkeys(RECURRENT, None)
         return masks if self.mask_dict else next(iter(masks.values()))
 
     def turn(self) -> AbstractContextManager[Any]:
-        """In the block no other thread is in a pass that replaces how the base's modules run."""
+        """A lock: while it is held, no other thread is in a pass that replaces forward() of the base's modules."""
         return self.recurrent[0].turn if self.recurrent else nullcontext()
 
     def routed(self) -> AbstractContextManager[None]:
-        """In the block, passes leave recurrent layers to `RecurrentStates`. A compiled step begins within it."""
+        """In the block, `RecurrentStates` runs the recurrent layers of passes. A compiled step starts inside it."""
         states = self.cache.recurrent
         return nullcontext() if states is None or states.routes else states.routed()
 

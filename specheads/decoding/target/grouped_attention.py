@@ -1,6 +1,6 @@
-"""Attention over a long prefix without copies of it: query heads that share a key head become rows of one product.
+"""Grouped-query attention without repeating the keys: query heads that share a key head become rows of one product.
 
-transformers' sdpa copies keys and values once for each such head, which after 32,000 tokens took six sevenths of a step
+transformers' sdpa copies keys and values once per query head, which after 32,000 tokens took six sevenths of a step
 over eight nodes (docs/speed.md). Shapes: B batch rows, N tree nodes, L attended slots, d width of a head.
 """
 
@@ -22,12 +22,12 @@ from transformers.masking_utils import sdpa_mask
 
 from specheads.decoding.target.hf_base import text_config
 
-NAME = "specheads_grouped"  # among transformers' attention implementations
-HAS_TRITON = has_triton_package()  # it comes with torch's builds for GPUs, on Linux
-# By whether the pass is compiled. Else the host takes longer to launch Triton's kernels than they save on fewer keys.
+NAME = "specheads_grouped"  # in transformers' registry of attention implementations
+HAS_TRITON = has_triton_package()  # shipped with torch's GPU builds on Linux
+# By whether the pass is compiled: in eager mode launching Triton's kernels costs more than they save on fewer keys.
 FEWEST_KEYS = {True: 1024, False: 16_384}
-_blocks: Counter[int] = Counter()  # by id of a config, how many threads are in `grouped_heads` with it
-_counting = Lock()
+_blocks: Counter[int] = Counter()  # id of a config → how many threads are in `grouped_heads` with it
+_blocks_lock = Lock()
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
@@ -46,14 +46,14 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     batch, heads, nodes, width = query.shape
     shared = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], shared * nodes, width)
-    if mask.shape[2] > 1:  # one row serves all
+    if mask.shape[2] > 1:  # a mask of one row broadcasts
         mask = mask.repeat(1, 1, shared, 1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out.reshape(batch, heads, nodes, -1)  # CUDA's kernels give the rows before the heads
+    return out.reshape(batch, heads, nodes, -1)  # reshape: CUDA's kernels put rows before heads in memory
 
 
 def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Is this for `split_attention`: on a GPU, in types and sizes that it serves, without gradients?"""
+    """Can `split_attention` compute this: on a GPU, with dtypes and sizes that it serves, without gradients?"""
     learns = torch.is_grad_enabled() and query.requires_grad
     if not HAS_TRITON or not query.is_cuda or learns or not mask.is_floating_point():
         return False
@@ -71,7 +71,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa, but under a mask of ours for heads that share keys, and for all on a GPU."""
+    """transformers' sdpa; under our masks `grouped_attention`, for heads that share keys and for what can be split."""
     special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     mask = None if attention_mask is None or attention_mask.shape[1] > 1 or special else attention_mask
     if mask is None or (query.shape[1] == key.shape[1] and not can_split(query, key, value, mask)):
@@ -87,23 +87,23 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def grouped_heads(base: PreTrainedModel) -> Iterator[None]:
-    """In the block, layers of the base attend by `grouped_attention` where they would by transformers' sdpa.
+    """In the block, the base's layers use `grouped_attention` where they would use transformers' sdpa.
 
-    The first thread to enter says so in the base's config, and the last to leave takes it back. A compiled step begins
-    within the block. A base that does not choose its attention by name (Falcon) is left as it is.
+    The first thread to enter sets it in the base's config, and the last to leave resets it. A compiled step starts
+    inside the block. A base that does not choose its attention by name (Falcon) is left as it is.
     """
     config = text_config(base)
     by_name = config._attn_implementation in ("sdpa", NAME) and getattr(base, "_supports_attention_backend", False)
     if not by_name or torch.compiler.is_compiling():
         yield
         return
-    with _counting:
+    with _blocks_lock:
         _blocks[id(config)] += 1
         config._attn_implementation_internal = NAME
     try:
         yield
     finally:
-        with _counting:
+        with _blocks_lock:
             _blocks[id(config)] -= 1
             if not _blocks[id(config)]:
                 del _blocks[id(config)]

@@ -1,4 +1,4 @@
-"""What decoding must know of a Hugging Face base: its parts, whether its attention can hold a tree, and its logits.
+"""What decoding must know about a Hugging Face base: its parts, whether it can verify trees, and its logits.
 
 Shapes: B batch rows, T positions, H hidden size, V vocabulary, F = tapped layers × hidden size.
 """
@@ -18,7 +18,7 @@ from transformers.utils import output_capturing
 
 from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments, input_device
 from specheads.decoding.target.cache import Reach
-from specheads.decoding.target.recurrent_modules import UnsupportedState, recurrent_modules, trying
+from specheads.decoding.target.recurrent_modules import UnsupportedState, probe_lock, recurrent_modules
 
 RECURRENT = ("linear_attention", "conv")  # types of layers with a state and no attention
 WITHOUT_EITHER = ("moe", "mlp")
@@ -36,22 +36,22 @@ def text_config(base: PreTrainedModel) -> Any:
 
 
 def layer_count(config: Any) -> int:
-    """How many hidden_states the decoder gives after the embeddings. LongCat-Flash's num_hidden_layers counts the two
-    parts of each layer, as a cache does, and its num_layers the layers."""
-    # A config keeps any key of its file; one that its class declares is meant.
+    """How many hidden_states the decoder returns after the embeddings. LongCat-Flash's num_hidden_layers counts both
+    halves of each layer, as its cache does; its num_layers counts the layers."""
+    # A config keeps any key of its file, so only a key that its class declares counts.
     declared = "num_layers" in inspect.signature(type(config)).parameters
     return config.num_layers if declared else config.num_hidden_layers
 
 
 def first_layer(config: Any) -> Any:
-    """The config with the sizes of the first layer, for models whose layers differ in them (Gemma 4: the width of
-    heads): transformers refuses to read such a size of the whole model."""
+    """The config with the sizes of the first layer, for models whose layers differ in size (Gemma 4: the width of
+    heads): transformers refuses to read such a size from the model's config."""
     layers = getattr(config, "per_layer_config", None)
     return config if layers is None else layers[0]
 
 
 def unwrapped(base: Any) -> PreTrainedModel:
-    """The Hugging Face model to verify with: of a peft model the one inside, in which the adapters stay active."""
+    """The Hugging Face model to verify with: of a peft model the model inside, whose adapters stay active."""
     if getattr(getattr(base, "config", None), "model_type", None) == "specheads":
         raise ValueError(
             "this model already has a head; convert(model.base, ...) makes another SpecModel of its base, and "
@@ -82,15 +82,15 @@ def unwrapped(base: Any) -> PreTrainedModel:
 
 def decoder_of(base: Any) -> Any:
     """The text decoder: layers and final norm, without the output matrix or a vision tower."""
-    # Models name it differently, and get_decoder() of some returns the model itself or another part.
+    # Models name it differently, and for some get_decoder() returns the model itself or another part.
     candidates = (base.get_decoder(), base.base_model, getattr(base, "model", None))
     return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
 
 
 def layer_reach(config: Any) -> dict[str, Reach]:
-    """Layer type → how far back it looks, by the config; {'': …} if all layers share one mask."""
+    """Layer type → how far back it looks, from the config; {'': …} if all layers share one mask."""
     types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
-    # A config keeps any key of its file: a window is one of a class that declares it, or of a model with such layers.
+    # A config keeps any key of its file: a window counts only if its class declares it, or if there are such layers.
     has_window = "sliding_window" in inspect.signature(type(config)).parameters or "sliding_attention" in types
     window = None
     if has_window and getattr(config, "use_sliding_window", True):
@@ -119,7 +119,7 @@ def layer_reach(config: Any) -> dict[str, Reach]:
 
 
 def cache_layers(config: Any) -> int:
-    """How many layers of a cache a pass writes: a looped model writes one in each loop of a layer."""
+    """How many cache layers a pass writes: a looped model writes one for each loop of a layer."""
     loops = getattr(config, "n_recurrent_loops", 1)
     return config.num_hidden_layers + (loops - 1) * getattr(config, "n_recurrent_layers", 0)
 
@@ -162,7 +162,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """V, how many logits the model has for a token."""
+    """V, the number of logits the model returns per token."""
     weight: Any = model.get_output_embeddings().weight
     return len(weight)
 
@@ -175,8 +175,8 @@ def has_state(base: PreTrainedModel) -> bool:
 
 @contextmanager
 def without_dropout(base: PreTrainedModel) -> Iterator[None]:
-    """In the block the base is in eval mode: dropout, of adapters that train, would change what is tried and draw
-    numbers that a resumed run draws elsewhere."""
+    """In the block the base is in eval mode: the dropout of adapters in training would change the outputs, and advance
+    the random state differently from a resumed run."""
     training = [module for module in base.modules() if module.training]
     base.eval()
     try:
@@ -190,8 +190,8 @@ _takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def takes_mask_dict(base: PreTrainedModel) -> bool:
-    """Does forward() take one mask per layer type? Tried once per model, on one token."""
-    with trying:
+    """Does forward() take one mask per layer type? Tested once per model, on one token."""
+    with probe_lock:
         if base not in _takes_dict:
             reach = layer_reach(text_config(base))
             taken = "" not in reach
@@ -213,9 +213,9 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
 
 
 def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
-    """The output_hidden_states argument with which a base keeps hidden_states[k] for every tapped layer k."""
-    # transformers 5.23 keeps the entries a list names. Before that, a list counted from the first layer's output, not
-    # from the embeddings: the wrong layers, without an error.
+    """The output_hidden_states argument with which a base returns hidden_states[k] for every tapped layer k."""
+    # Since transformers 5.23 a list names the entries to keep. Before that its indices counted from the first layer's
+    # output, not from the embeddings: the wrong layers, without an error.
     return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else bool(layers)
 
 
@@ -250,13 +250,13 @@ def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def lm_head_gives_logits(base: PreTrainedModel) -> bool:
-    """Does `logits_of` reproduce the base's logits? Tried on a few tokens; True if the weights are not there to try."""
+    """Does `logits_of` reproduce the base's logits? Tested on a few tokens; True if the weights are not there."""
     weight: Any = base.get_input_embeddings().weight
     offloaded = getattr(base, "hf_device_map", None)  # its weights are loaded when a layer is called
     if weight.is_meta or not weight.numel() or (not offloaded and any(p.is_meta for p in base.parameters())):
         return True
     ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
-    # Not by output_hidden_states: its hooks stay in the model, which then cannot be pickled.
+    # Not with output_hidden_states: its hooks stay in the model, which then cannot be pickled.
     with without_dropout(base):
         hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
         logits, reproduced = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
@@ -264,7 +264,7 @@ def lm_head_gives_logits(base: PreTrainedModel) -> bool:
 
 
 def refuse_more_than_lm_head(base: PreTrainedModel, kind: str) -> None:
-    """UnsupportedModel if a head of that kind, which drafts through the base's output matrix, cannot get its logits."""
+    """UnsupportedModel if the base's logits are more than its output matrix, through which heads of that kind draft."""
     if not lm_head_gives_logits(base):
         raise UnsupportedModel(
             f"{type(base).__name__} applies more than its output matrix between the last hidden state and the logits, "

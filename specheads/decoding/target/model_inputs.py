@@ -1,4 +1,4 @@
-"""What the model takes besides ids: arguments for the prompt's pass, and those of later passes that follow from them.
+"""What the model takes besides ids: arguments for the prompt's pass, and those for later passes derived from them.
 
 Shapes: B batch rows, T prompt columns, A axes of positions (for instance time, height and width).
 """
@@ -16,15 +16,15 @@ from transformers.generation import utils as hf_generation
 
 from specheads.decoding.target.arguments import CACHE_NAMES
 
-# Arguments that generate() or the loop handles, and those that say nothing of the text.
+# Arguments that generate() or the loop handles, and those that do not affect the text.
 _HANDLED = {
     "input_ids", "attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "labels", "cache_position", "next_sequence_length",
 }  # fmt: skip
 _ENCODED = ("encoder_outputs", "decoder_attention_mask")
 _PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")
-# Read by the prompt's pass only: transformers' list, the grids from which Qwen's positions are counted, and Gemma 4's
-# positions of patches, which transformers 5.17 does not list.
+# Read by the prompt's pass only: transformers' list, the grids from which Qwen's positions are computed, and Gemma 4's
+# patch positions, which transformers 5.17 does not list.
 _PROMPT_ONLY = (
     *getattr(hf_generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()),
     "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids",
@@ -33,10 +33,10 @@ _PROMPT_ONLY = (
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """prompt: more arguments of forward() for the pass over the prompts, packed left if they are per token.
+    """prompt: further arguments of forward() for the pass over the prompts; those with a value per token packed left.
 
     positions (B, T) or (A, B, T): of the prompts' tokens, packed left; None if they count from 0. token_types (B, T):
-    likewise; generated tokens have the type of the prompt's last token, as in transformers. columns: the width of the
+    likewise; generated tokens get the type of the prompt's last token, as in transformers. columns: the width of the
     prompts, padding included.
     """
 
@@ -63,10 +63,10 @@ class ModelInputs:
 def model_inputs(
     base: PreTrainedModel, ids: Tensor, mask: Tensor | None, order: Tensor | None, arguments: Mapping[str, Any]
 ) -> ModelInputs:
-    """What the base makes of the arguments for prompts ids (B, T) under mask (B, T).
+    """The arguments for prompts ids (B, T) under mask (B, T), as the base prepares them.
 
     order (B, T'): the columns of each row without padding, packed left; None for all in order. Raises ValueError, by
-    name, for an argument whose effect on later tokens is not known, so that none is dropped in silence.
+    name, for an argument whose effect on later tokens is not known, so that none is silently dropped.
     """
     rest = {name: value for name, value in arguments.items() if name not in _HANDLED and value is not None}
     if base.config.is_encoder_decoder:
@@ -96,7 +96,7 @@ def refuse_arguments(base: PreTrainedModel, names: list[str]) -> None:
 
 
 def _pack(value: Tensor, ids: Tensor, order: Tensor | None, name: str) -> Tensor:
-    """A value per token (…, B or 1, T) → (…, B, T'), without padding, packed left."""
+    """Values per token (…, B or 1, T) → (…, B, T'), without padding, packed left."""
     if value.shape[-1] != ids.shape[1] or value.shape[-2] not in (1, len(ids)):
         raise ValueError(
             f"{name}= has shape {tuple(value.shape)}; for prompts {tuple(ids.shape)} it must end in the same shape"

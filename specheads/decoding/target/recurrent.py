@@ -1,11 +1,11 @@
 """Recurrent layers under draft trees: linear attention, Mamba, short convolutions.
 
-The state of such a layer can neither hold a tree nor be rewound. So it stays where the committed text ends: a pass over
-drafts runs on a copy, and before the next pass the layer is given its inputs at the accepted nodes once more. That is
-the layer alone and not the model: attention, MLP and output matrix see each token once.
+The state of such a layer can neither hold a tree nor be rewound. So the state is kept at the end of the committed text:
+a pass over drafts runs on a copy, and before the next pass the layer is fed its inputs at the accepted nodes again.
+Only that layer runs again, not the model: attention, MLP and output matrix see each token once.
 
-Padding is not a no-op for a state that decays, so rows that commit different numbers of tokens run in groups of equal
-length. A tree that branches runs as its paths from the root, side by side as rows.
+Padding is not a no-op for a decaying state, so rows that commit different numbers of tokens run in groups of equal
+length. A branching tree runs as its paths from the root, side by side as rows.
 
 Shapes: B batch rows, R chosen rows, T columns of a pass, M chosen columns, N tree nodes, P paths, k nodes of a level.
 """
@@ -25,14 +25,14 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from specheads.decoding.tree import DraftTree
 
 SHORTEST_CHUNK = 16  # of Mamba-2's kernel
-State = list[Tensor]  # (B, …) each: all that one layer carries from token to token
+State = list[Tensor]  # each (B, …): all that one layer carries from token to token
 
 
 class StateCell(LinearAttentionLayer):
-    """Where the code of one layer finds its state and leaves the next: its entry in the cache."""
+    """One layer's entry in the cache, from which the layer's code reads its state and to which it writes the next."""
 
     def load(self, state: State | None) -> None:
-        """Begin with a copy of this state, or with none."""
+        """Set a copy of this state, or none."""
         self.has_previous_state = dict.fromkeys(self.has_previous_state, state is not None)
         if state is None:
             self.is_conv_states_initialized = dict.fromkeys(self.conv_states, False)
@@ -42,7 +42,7 @@ class StateCell(LinearAttentionLayer):
             states[index] = value.clone()  # the layer's code may write into it
 
     def take(self) -> State:
-        """The state that the layer has left."""
+        """The state as the layer has left it."""
         return [states[index] for states, index in self._entries()]
 
     def _entries(self) -> list[tuple[dict, int]]:
@@ -54,7 +54,7 @@ class StateCell(LinearAttentionLayer):
 
 @dataclass
 class Inputs:
-    """What a layer was called with. Tensors of shape (B or 1, T, …) follow the tokens, the rest is constant."""
+    """What a layer was called with. Tensors of shape (B or 1, T, …) hold a value per token, the rest is constant."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -62,12 +62,12 @@ class Inputs:
     columns: int
 
     def select(self, rows: Tensor, columns: Tensor) -> Inputs:
-        """rows (R,), columns (R, M) of each."""
+        """The inputs of rows (R,) at columns (R, M)."""
         rows = rows.unsqueeze(1)
         return self._map(lambda tensor: tensor[rows.to(tensor.device), columns.to(tensor.device)])
 
     def append(self, other: Inputs) -> Inputs:
-        """These columns, and after them those of `other`."""
+        """The columns of both, those of `other` last."""
         more: list[Tensor] = []
         other._map(lambda tensor: more.append(tensor) or tensor)  # type: ignore[func-returns-value]
         following = iter(more)
@@ -80,7 +80,7 @@ class Inputs:
         return Inputs(args, kwargs, *shape)
 
     def _changed(self, value: Any, change: Callable[[Tensor], Tensor], shape: list[int]) -> Any:
-        """The value with its tensors that follow the tokens changed; shape: becomes theirs."""
+        """The value with `change` applied to its per-token tensors; `shape` is set to their new (rows, columns)."""
         if isinstance(value, tuple | list):
             return type(value)([self._changed(one, change, shape) for one in value])
         if not (isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.columns):
@@ -94,11 +94,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class RecurrentModule:
-    """What carries the state of layer `index`.
+    """The module that carries the state of layer `index`.
 
-    one_by_one: for several tokens after a state its code gives other outputs than for one at a time (it forgets the
-    state, say), so it gets them one at a time. turn: of the first module of a base, what a thread holds while its pass
-    replaces how the base's modules run.
+    one_by_one: given several tokens after a state, its code computes something else than one at a time (it drops the
+    state, say), so it gets them one at a time. turn: a lock; a thread holds that of the base's first module while its
+    pass replaces forward() of the base's modules.
     """
 
     index: int
@@ -111,11 +111,11 @@ class RecurrentModule:
 class RecurrentLayer:
     """A layer, and its state for B rows.
 
-    cell: its entry in the cache. forward: the module's own. one_by_one: as in `RecurrentModule`. states: of all layers,
-    itself among them, while a pass runs; a lasting circle would hold all states until Python looks for circles.
-    committed: the state after the committed text. inputs: what the layer was given since. after: the state after all of
-    that, if each node was the child of the one before. level: that after each node of the newest level drafted,
-    (B · k, …).
+    cell: its entry in the cache. forward: the module's own. one_by_one: as in `RecurrentModule`. states: those of all
+    layers, this one included, set only during a pass: a lasting reference cycle would keep all states alive until the
+    garbage collector runs. committed: the state after the committed text. inputs: what the layer was fed since. after:
+    the state after all of that, if each node was the child of the one before. level: the state after each node of the
+    newest level drafted, (B · k, …).
     """
 
     module: nn.Module
@@ -129,16 +129,16 @@ class RecurrentLayer:
     level: State | None = None
 
     def route(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The module's forward in a pass of `states`."""
+        """Replaces the module's forward in a pass of `states`."""
         states = self.states
         assert states is not None
-        # What is kept of a pass must not hold the cache, which holds this layer.
+        # The inputs kept from a pass must not refer to the cache, which refers to this layer.
         args = tuple(states.cells if isinstance(value, Cache) else value for value in args)
         kwargs = {name: states.cells if isinstance(value, Cache) else value for name, value in kwargs.items()}
         return states.forward(self, Inputs(args, kwargs, *states.shape))
 
     def run(self, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
-        """The layer's output (R, M, …) from this state on, and the state it ends in."""
+        """The layer's output (R, M, …) starting from this state, and its final state."""
         self.cell.load(state)
         with short_chunks(self.module, inputs.columns):
             if state is None or inputs.columns == 1 or not self.one_by_one:
@@ -148,7 +148,7 @@ class RecurrentLayer:
             return torch.cat([self.forward(*one.args, **one.kwargs) for one in each], 1), self.cell.take()
 
     def advance(self, inputs: Inputs, columns: Tensor, lengths: Sequence[int]) -> Tensor | None:
-        """Commit the first lengths[b] of columns (B, M) of each row; the output (B, M, …) there, zeros past it, or None
+        """Commit the first lengths[b] of columns (B, M) of each row → the output (B, M, …) there, zeros elsewhere; None
         if no row commits any."""
         result: Tensor | None = None
         start = self.committed
@@ -166,22 +166,22 @@ class RecurrentLayer:
 
 
 class RecurrentStates:
-    """The recurrent layers of a base over one batch, and how the next pass runs them."""
+    """The recurrent layers of a base for one batch, and how the next pass runs them."""
 
     def __init__(self, layers: Sequence[RecurrentLayer], turn: AbstractContextManager[Any], cells: Cache) -> None:
-        """turn: as in `RecurrentModule`. cells: a cache of all layers' entries, which the layers' code is given."""
+        """turn: as in `RecurrentModule`. cells: a cache of all layers' entries, passed to the layers' code."""
         self.layers, self.turn, self.cells = layers, turn, cells
-        self.shape: Sequence[int] = (0, 0)  # of the pass's tokens
-        self.routes = False  # are we in `routed`?
-        self.lengths: list[int] | None = None  # how many tokens of each row the pass commits, if it does
-        self.paths: tuple[Tensor, Tensor, Tensor] | None = None  # the topology's, if the pass's nodes branch
-        self.parents: Tensor | None = None  # (B, k) of the pass's nodes in the level before, if they are a level
-        self.path: tuple[Tensor, Tensor] | None = None  # what was accepted of the last pass, and is not committed yet
+        self.shape: Sequence[int] = (0, 0)  # (B, T) of the pass's tokens
+        self.routes = False  # inside `routed`?
+        self.lengths: list[int] | None = None  # how many tokens of each row the pass commits; None if it commits none
+        self.paths: tuple[Tensor, Tensor, Tensor] | None = None  # `TreeTopology.paths`, if the pass's tree branches
+        self.parents: Tensor | None = None  # (B, k) parents in the level above, if the pass is one level
+        self.path: tuple[Tensor, Tensor] | None = None  # accepted nodes of the last pass that are not yet in the states
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """In the block, a forward over (B, T) = `shape` tokens runs these layers as the pass wants it. Threads that
-        share a base take turns."""
+        """In the block, a forward over (B, T) = `shape` tokens runs these layers as the current pass needs. Threads
+        that share a base take turns."""
         with self.turn:
             replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
             for layer in self.layers:
@@ -199,7 +199,7 @@ class RecurrentStates:
                         layer.module.forward = forward
 
     def forward(self, layer: RecurrentLayer, inputs: Inputs) -> Tensor:
-        """What a layer gives in the pass."""
+        """A layer's output in the current pass."""
         if self.lengths is not None:
             return self._read(layer, inputs, self.lengths)
         return self._verify(layer, inputs) if self.parents is None else self._draft(layer, inputs, self.parents)
@@ -224,11 +224,11 @@ class RecurrentStates:
         self.lengths, self.paths, self.parents = None, None, parents
 
     def commit(self, path: Tensor, length: Tensor) -> None:
-        """The text continues with the first length (B,) nodes of path (B, P), indices into what was fed since."""
+        """Accept the first length (B,) nodes of path (B, P), indices into what was fed after the committed text."""
         self.path = path, length
 
     def settle(self) -> None:
-        """Bring the states to the end of the committed text. The host waits for how much was accepted."""
+        """Bring the states to the end of the committed text. The host waits for the accepted lengths."""
         if self.path is None:
             return
         (path, length), self.path = self.path, None
@@ -236,7 +236,7 @@ class RecurrentStates:
             self._feed_again(path, length.tolist())
 
     def _feed_again(self, path: Tensor, lengths: list[int]) -> None:
-        """Give the layers what they got at the first lengths[b] nodes of path (B, P) once more, as part of the text."""
+        """Feed the layers their inputs at the first lengths[b] nodes of path (B, P) again, now as committed text."""
         for layer in self.layers:
             assert layer.inputs is not None and layer.committed is not None
             rest = lengths
@@ -298,8 +298,8 @@ class RecurrentStates:
 
 @contextmanager
 def short_chunks(module: nn.Module, columns: int) -> Iterator[None]:
-    """In the block a Mamba-2 layer computes in chunks no longer than its text needs. Without a kernel it fills up the
-    last chunk: a pass over six tokens would cost what 256 do."""
+    """In the block a Mamba-2 layer computes in chunks no longer than the pass needs. Without its kernel it pads the
+    last chunk: a pass over six tokens would cost as much as 256."""
     size = getattr(module, "chunk_size", None)
     needed = max(SHORTEST_CHUNK, 1 << (columns - 1).bit_length())
     if not isinstance(size, int) or size <= needed:

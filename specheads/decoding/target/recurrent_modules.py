@@ -1,6 +1,6 @@
 """Which modules of a Hugging Face base carry a state from token to token, and how their code continues from one.
 
-Found by trying and not by name: in a short pass they write the cache's convolution and recurrent states.
+They are found by a trial pass, not by name: they write the cache's convolution and recurrent states.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from transformers import DynamicCache, PreTrainedModel
 from specheads.decoding.target.arguments import cache_argument, input_device
 from specheads.decoding.target.recurrent import Inputs, RecurrentLayer, RecurrentModule, StateCell
 
-TOKENS, FIRST = 6, 3  # of the short pass, and how many of them come before a state is continued
-CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of the largest output; 0.02 in half precision
+TOKENS, FIRST = 6, 3  # of the trial pass, and how many of them come before a state is continued
+CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}  # tolerance, relative to the largest output; 0.02 in half precision
 
 
 class UnsupportedState(ValueError):
     """A state that cannot be continued from a copy; the message says why."""
 
 
-trying = RLock()  # one thread at a time finds out how a base works
-# By dtype and device: rounding decides whether two ways of one layer count as the same.
+probe_lock = RLock()  # one thread at a time probes a base
+# By dtype and device, whose rounding decides whether two ways to run a layer count as equal.
 _found: WeakKeyDictionary[PreTrainedModel, dict[Hashable, list[RecurrentModule]]] = WeakKeyDictionary()
 
 
 def recurrent_modules(base: PreTrainedModel) -> list[RecurrentModule]:
-    """The modules with a state, in the order of their layers; tried once per base, dtype and device. UnsupportedState
-    if they cannot be served."""
-    with trying:
+    """The modules with a state, in layer order; found once per base, dtype and device. UnsupportedState if they cannot
+    be served."""
+    with probe_lock:
         found, key = _found.setdefault(base, {}), (base.dtype, base.device)
         if key not in found:
             found[key] = _find_modules(base)
@@ -48,7 +48,7 @@ def _find_modules(base: PreTrainedModel) -> list[RecurrentModule]:
         raise UnsupportedState(f"{name} keeps its recurrent state outside the cache, where it cannot be put back")
     found: list[RecurrentModule] = []
     for index, stacks in sorted(states.items()):
-        module = stacks[0][_common(stacks) - 1]
+        module = stacks[0][_common_prefix_length(stacks) - 1]
         if any(module in stack for stack in keys.get(index, [])):
             raise UnsupportedState(
                 f"{type(module).__name__} in {name} keeps a state beside its keys, and the two cannot be taken apart"
@@ -60,8 +60,8 @@ def _find_modules(base: PreTrainedModel) -> list[RecurrentModule]:
 
 
 def _trace(base: PreTrainedModel) -> tuple[DynamicCache, dict, dict, dict]:
-    """A pass over a few tokens: its cache, by layer the modules that were running at each write of a state and of keys,
-    and what each module was called with."""
+    """A pass over a few tokens → its cache; by layer, the stack of running modules at each write of a state, and of
+    keys; and what each module was called with."""
     cache = DynamicCache(config=base.config.get_text_config(decoder=True))
     running: list[nn.Module] = []
     states: dict[int, list[list[nn.Module]]] = {}
@@ -108,15 +108,15 @@ def _trace(base: PreTrainedModel) -> tuple[DynamicCache, dict, dict, dict]:
     return cache, states, keys, inputs
 
 
-def _common(stacks: list[list[nn.Module]]) -> int:
-    """How many modules they begin with in common."""
+def _common_prefix_length(stacks: list[list[nn.Module]]) -> int:
+    """How many leading modules all stacks share."""
     shortest = min(map(len, stacks))
     same = (all(stack[depth] is stacks[0][depth] for stack in stacks) for depth in range(shortest))
     return next((depth for depth, one in enumerate(same) if not one), shortest)
 
 
 def _differs(index: int, module: nn.Module, inputs: Inputs, cache: DynamicCache, name: str) -> bool:
-    """Does its code give other outputs for several tokens after a state than for one at a time, as generate() feeds
+    """Does its code give different outputs for several tokens after a state than for one at a time, as generate() feeds
     them?"""
     cell = StateCell(getattr(cache.layers[index], "number_of_states", 1))
     cache.layers[index] = cell

@@ -1,9 +1,9 @@
 """Rotary positions whose frequencies change with the length of the text (`longrope`, `dynamic`).
 
-Such a model chooses its frequencies by the largest position of a pass, so a pass over a tree could choose others than
-the pass over the next token alone. Before the boundary, rows draft only if no node crosses it, and at the boundary they
-wait for one another, since the largest position of a batch is that of its longest row. Past it, `longrope` keeps one
-set of frequencies; `dynamic` has another at each length, so nothing can be drafted.
+Such a model chooses its frequencies by the largest position of a pass, so a pass over a tree could choose different
+ones from a pass over the next token alone. Before the boundary, rows draft only if no node crosses it, and at the
+boundary they wait for one another, since a batch's largest position is that of its longest row. Past it, `longrope`
+keeps one set of frequencies; `dynamic` has a different one at each length, so nothing can be drafted.
 Shapes: B batch rows.
 """
 
@@ -25,9 +25,9 @@ logger = hf_logging.get_logger(__name__)
 class RopeSwitch:
     """kind: longrope or dynamic. room: tokens that may be fed after the prompts before a pass crosses the boundary.
 
-    rereads: does the model read its whole text again when it crosses, as Phi-3 does? min_fed: the fewest tokens that a
-    running row has been fed after its prompt; inactive rows take positions as if they had been fed as many. In methods,
-    fed: how many tokens each running row has been fed.
+    rereads: does the model read its whole text again when it crosses, as Phi-3 does? min_fed: the fewest tokens that
+    any running row has been fed after its prompt; inactive rows get positions as if they had been fed that many. In
+    methods, fed: how many tokens each running row has been fed.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class RopeSwitch:
         return min(fed) >= self.room
 
     def must_wait(self, fed: int) -> bool:
-        """Must a row with so many tokens fed wait for the others?"""
+        """Must a row that has been fed so many tokens wait for the others?"""
         return fed >= self.room
 
     def may_draft(self, fed: list[int], depth: int) -> bool:
@@ -64,7 +64,7 @@ class RopeSwitch:
 def rope_switch(base: PreTrainedModel, config: Any, columns: int, padded: int) -> RopeSwitch | None:
     """The switch of a base with this config, after prompts of `columns` positions; None if it has none.
 
-    padded: the prompts' width with padding, which the model counts when it reads them again.
+    padded: the prompts' width with padding, which counts when the model reads them again.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     several = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
@@ -80,7 +80,7 @@ def rope_switch(base: PreTrainedModel, config: Any, columns: int, padded: int) -
 
 
 def _rereads(base: PreTrainedModel, boundary: int) -> bool:
-    """Does the model drop its cache at the first token past the boundary? Asked with a cache of that length."""
+    """Does the model drop its cache at the first token past the boundary? Tested with a cache of that length."""
     prepare: Any = base.prepare_inputs_for_generation
     ids = torch.zeros(1, boundary + 1, dtype=torch.long, device=input_device(base))
     cache, states = DynamicCache(), torch.zeros(1, 1, boundary, 1)

@@ -24,14 +24,14 @@ from specheads.decoding.target.slot_cache import SlotCache
 from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
 
-# What a pass costs beyond its columns, in columns: measured on a CPU with models the size of T5-small (35) and
-# BART-base (20). An accelerator reads the weights in the time it computes a few hundred columns.
+# The fixed cost of a pass, in columns: measured on a CPU with models the size of T5-small (35) and BART-base (20). An
+# accelerator reads the weights in the time it takes to compute a few hundred columns.
 PASS_ON_CPU, PASS_ELSEWHERE = 24, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Each row's source, encoded: hidden (B, S, H), under mask (B, S), which is None if nothing is padding.
+    """Each row's source, encoded: hidden (B, S, H) with mask (B, S), None if there is no padding.
 
     ids: the source itself, unpadded, on the host; None if it was given as encoder_outputs or embeddings.
     """
@@ -56,7 +56,7 @@ class Source:
 
 
 def decoder_start(base: PreTrainedModel) -> int:
-    """The token that generate() begins the decoder's text with. ValueError if the model names none."""
+    """The token with which generate() begins the decoder's text. ValueError if the model names none."""
     config: Any = base.generation_config
     start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
     if not isinstance(start, int):
@@ -96,9 +96,9 @@ def make_target(
     decoder_mask: Tensor | None = None,
     static: bool = False,
 ) -> Target | Seq2SeqTarget:
-    """The verifier for a base: with a source for an encoder-decoder, without one for a decoder-only model.
+    """The verifier for a base: an encoder-decoder if `source` is given, else a decoder-only model.
 
-    static: as in `Target`; an encoder-decoder's is never.
+    static: as in `Target`; ignored for an encoder-decoder.
     Raises UnsupportedModel for a base that cannot be served, and for tapped layers of an encoder-decoder.
     """
     if source is None:
@@ -126,9 +126,9 @@ class Seq2SeqTarget(Verifier):
 
     These models take no position_ids: the decoder derives positions (T5's relative bias, BART's learnt table) from
     the number of tokens in its cache and the column of the pass, the same for all rows. So a row's nodes are fed in
-    the columns of its own positions; the columns around them are filled and not kept. Rows whose lengths have drifted
-    further apart than such columns are worth get separate passes (`group_passes`; a batch of 1 has one pass a step).
-    An accepted chain is already in its slots, so committing is counting.
+    the columns of its own positions; the columns around them are padding and not kept. Rows whose lengths have drifted
+    so far apart that padding costs more than another pass get separate passes (`group_passes`; a batch of 1 has one
+    pass a step). An accepted chain is already in its slots, so committing only advances the lengths.
 
     The caller runs the encoder, once (`Source`). Keys and values of cross-attention are computed in prefill.
     Rows that are not `active` are left out of passes and get zero logits.
@@ -150,7 +150,7 @@ class Seq2SeqTarget(Verifier):
         self.source, self.source_ids, self.decoder_mask = source, source.ids, decoder_mask
         self.cache: SlotCache
         self._cross: Any
-        self._cross_of_all: list[tuple[Any, Any]]  # per layer, its keys and values of all rows
+        self._cross_of_all: list[tuple[Any, Any]]  # per layer, the keys and values of all rows
 
     @property
     def vocab_size(self) -> int:
@@ -165,7 +165,7 @@ class Seq2SeqTarget(Verifier):
     def prefill(
         self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
     ) -> TargetOutput:
-        """As `Verifier` has it, of decoder prompts; there are no features."""
+        """As in `Verifier`, for the decoder's prompts; there are no features."""
         self.limit = ids.shape[1] + (room if isinstance(room, int) else max(room))
         self._cross, self._cross_of_all = DynamicCache(), []
         self.cache = SlotCache(len(ids), self.limit, torch.zeros_like(lengths))
@@ -188,7 +188,7 @@ class Seq2SeqTarget(Verifier):
         return TargetOutput(self._feed(tree.tokens, self.cache.lengths.tolist()), self._no_features(tree.tokens))
 
     def levels(self) -> Any:
-        """An empty chain after the committed text, to be grown by `forward_level`."""
+        """An empty chain after the committed text, which `forward_level` grows."""
         return _Depth()
 
     @torch.no_grad()
@@ -229,8 +229,8 @@ class Seq2SeqTarget(Verifier):
         return logits
 
     def _pass(self, ids: Tensor, start: list[int], rows: list[int]) -> Tensor:
-        """One forward over ids (R, N) at their positions: logits (R, N, V). Past the length limit nothing is fed, as
-        position tables may end there, and logits mean nothing."""
+        """One forward over ids (R, N) at their positions: logits (R, N, V). Past the length limit, where position
+        tables may end, nothing is fed and logits are meaningless."""
         first, num = min(start), ids.shape[1]
         width = min(max(start) - first + num, self.last_position + 1 - first)
         offset = torch.tensor(start, device=ids.device).unsqueeze(1) - first  # (R, 1)
@@ -275,11 +275,11 @@ class _Depth:
 def group_passes(start: Sequence[int], num: int, overhead: int) -> list[list[int]]:
     """Rows that begin at positions `start`, of `num` tokens each → groups of rows to feed in one pass each.
 
-    A pass over rows that begin between positions a and b costs overhead + rows · (b − a + num) columns. The sum over
-    passes is the least possible.
+    A pass over rows that begin between positions a and b costs overhead + rows · (b − a + num) columns. The groups
+    minimise the total.
     """
     order = sorted(range(len(start)), key=start.__getitem__)
-    best = [(0, 0)]  # for the first i rows in order: the least cost, and the row at which its last pass begins
+    best = [(0, 0)]  # entry i: the least cost of the first i rows in order, and where its last pass begins
     for stop in range(1, len(order) + 1):
         reach = start[order[stop - 1]] + num
         best.append(min((best[i][0] + overhead + (stop - i) * (reach - start[order[i]]), i) for i in range(stop)))

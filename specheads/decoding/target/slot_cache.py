@@ -18,10 +18,10 @@ from specheads.decoding.target.cache import RESERVE
 @dataclass
 class SlotWindow:
     """What a pass writes: shared by a cache of `batch` rows and at most `capacity` slots and its layers, which do not
-    know the cache, so that no circle holds their buffers.
+    refer to the cache, so that no reference cycle keeps their buffers alive.
 
-    rows: the batch rows of the pass; first, width: it writes `width` slots from `first`; write_mask (R, W): those of
-    them that are written, None for all.
+    rows: the batch rows of the pass; first, width: it covers `width` slots from `first`; write_mask (R, W): which of
+    them it writes, None for all.
     """
 
     batch: int
@@ -52,7 +52,7 @@ class SlotCache(Cache):
             self.slot_layers.append(SlotLayer(self.window))
         return self.slot_layers[layer_idx].update(key_states, value_states)
 
-    # Asked before the first layer exists, too.
+    # Also called before the first layer exists.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.window.first
 
@@ -85,7 +85,7 @@ class SlotLayer(CacheLayerMixin):
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _grow(self, states: Tensor, buffer: Tensor | None) -> Tensor:
-        """A larger buffer (B, heads, slots, d) for such states, with the content of `buffer`."""
+        """A larger buffer (B, heads, slots, d) for states like these, with the content of `buffer`."""
         end, capacity = self.window.first + self.window.width, self.window.capacity
         size = min(capacity, end + RESERVE) if buffer is None else min(capacity, max(end, 2 * buffer.shape[2]))
         # Zeros, not empty: a masked slot's value still enters 0 · v, and garbage may be NaN.

@@ -1,7 +1,7 @@
-"""Writes into the buffers of a cache at slots that only the device knows, as operations of their own.
+"""Writes into a cache's buffers at slots that only the device knows, as custom operations.
 
-torch's compiler makes an operation that is declared to change a tensor in place even where that tensor is a view of a
-larger one. An indexed assignment to such a view it turns into two copies of the whole buffer, so that a compiled step
+torch's compiler keeps a custom operation that is declared to mutate its argument in place, even if that is a view of a
+larger tensor. An indexed assignment to such a view becomes two copies of the whole buffer, so that a compiled step
 would take longer the longer the text may become. Shapes: B batch rows, P positions, d width of a head.
 """
 
@@ -31,7 +31,7 @@ for _name, _arguments, _function in (
 
 
 def move_rows(matrix: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Copy rows source (n,) of matrix (M, d) to rows destination (n,): all are read before one is written."""
+    """Copy rows source (n,) of matrix (M, d) to rows destination (n,); all are read before any is written."""
     torch.ops.specheads.move_rows(matrix, source, destination)
 
 

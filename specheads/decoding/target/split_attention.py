@@ -1,9 +1,9 @@
-"""Attention of a tree's few rows over many keys on a GPU: the keys are split over its processors, and what each found
-is merged by log-sum-exp (Flash-Decoding, https://pytorch.org/blog/flash-decoding).
+"""Attention of a tree's few rows over many keys on a GPU: the keys are split over its multiprocessors, and the partial
+results are merged by log-sum-exp (Flash-Decoding, https://pytorch.org/blog/flash-decoding).
 
-torch's kernels split the rows alone, so that those of one key head keep one processor busy for the whole text. A
-Triton kernel, as torch's compiler makes them itself. Shapes: B batch rows, N tree nodes, L attended slots, d width of
-a head; rows: the N nodes of all query heads that share a key head.
+torch's kernels split only the rows, so that one multiprocessor works through the whole text for each key head. Written
+in Triton. Shapes: B batch rows, N tree nodes, L attended slots, d width of a head; rows: the N nodes of all query heads
+that share a key head.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-BLOCK = 64  # keys that a processor looks at together
-MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # that it serves at once
-PROGRAMS = 256  # parts in all, if there are keys enough: about two for each processor of a large GPU
-MOST_PARTS = 64  # of the keys of one head
+BLOCK = 64  # keys that a program reads together
+MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # per program
+PROGRAMS = 256  # in all, if there are enough keys: about two for each multiprocessor of a large GPU
+MOST_PARTS = 64  # into which the keys of one head are split
 MOST_WIDTH = 256  # of a head
 WARPS, STAGES = 4, 2
-TOLERANCE = 0.02  # of a norm; products of half precision are right to 0.003
+TOLERANCE = 0.02  # relative error in norm; half-precision products reach 0.003
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @torch.compiler.assume_constant_result  # called while torch traces a graph, too
 def is_served(device: torch.device, dtype: torch.dtype, rows: int, width: int, value_width: int) -> bool:
-    """Is `split_attention` right for such tensors on this device? Tried once on small ones.
+    """Does `split_attention` run and give the right result for such tensors on this device? Tested once on small ones.
 
-    False after one line in the log where it is not, or does not run: Triton wants a C compiler, and a GPU with enough
-    shared memory.
+    If not, one line in the log says why: Triton needs a C compiler, and a GPU with enough shared memory.
     """
     if dtype not in MOST_ROWS or max(width, value_width) > MOST_WIDTH:
         return False
@@ -43,12 +42,12 @@ def is_served(device: torch.device, dtype: torch.dtype, rows: int, width: int, v
 
 @cache
 def _is_right(device: torch.device, dtype: torch.dtype, rows: int, width: int, value_width: int) -> bool:
-    coin = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     keys, scale = 3 * BLOCK + 8, width**-0.5
     shapes = ((rows, width), (keys, width), (keys, value_width))
-    query, key, value = (torch.randn(1, 2, *shape, generator=coin).to(device, dtype) for shape in shapes)
+    query, key, value = (torch.randn(1, 2, *shape, generator=generator).to(device, dtype) for shape in shapes)
     mask = torch.zeros(1, 1, rows, keys)
-    mask[torch.rand(mask.shape, generator=coin) < 0.5] = torch.finfo(dtype).min
+    mask[torch.rand(mask.shape, generator=generator) < 0.5] = torch.finfo(dtype).min
     mask = mask.to(device, dtype)
     expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), mask.float(), scale=scale)
     try:
@@ -66,16 +65,16 @@ def _is_right(device: torch.device, dtype: torch.dtype, rows: int, width: int, v
 
 
 def rows_at_once(dtype: torch.dtype, rows: int) -> int:
-    """How many rows one processor serves, of so many that share a key head."""
+    """How many rows one program serves, if `rows` share a key head."""
     return max(16, min(MOST_ROWS[dtype], triton.next_power_of_2(rows)))
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """query (B, heads, N, d), key (B, key heads, L, d) and value (B, key heads, L, e), additive mask (B or 1, 1, N or
-    1, L) → (B, heads, N, e), in memory (B, N, heads, e).
+    1, L) → (B, heads, N, e), laid out in memory as (B, N, heads, e).
 
-    Query head h attends with key head h // (heads / key heads). A query that sees no key gives zeros. Products are
-    summed, and the softmax is taken, in float32.
+    Query head h attends with key head h // (heads / key heads). A query that sees no key gives zeros. Products
+    accumulate, and the softmax is computed, in float32.
     """
     query, key, value, mask = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, mask))
     batch, heads, nodes, width = query.shape
@@ -108,8 +107,7 @@ def _like_split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tenso
     return query.new_empty(batch, nodes, heads, value.shape[3]).transpose(1, 2)
 
 
-# In a graph it is one operation, which torch's compiler calls: compiled anew by it, the kernels failed on an H200
-# (torch 2.11).
+# In a graph it is one opaque operation: recompiled by torch's compiler, the kernels failed on an H200 (torch 2.11).
 split_attention_in_graph = torch.library.custom_op(
     "specheads::split_attention", split_attention, mutates_args=(), schema=(
         "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor"
@@ -125,8 +123,8 @@ def _attend_part(
     mask_batch, mask_node, width: tl.constexpr, value_width: tl.constexpr, padded: tl.constexpr,
     value_padded: tl.constexpr, block_rows: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one key head: the mean of their values as a softmax weighs them, and that softmax's sum,
-    as a logarithm."""
+    """For one part of a key head's keys: the softmax-weighted mean of their values, and the log of the softmax's
+    denominator."""
     first, last = tl.program_id(0) * part, min(tl.program_id(0) * part + part, keys)
     head, rows = tl.program_id(1), shared * nodes
     batch, key_head_index = (head // key_heads).to(tl.int64), (head % key_heads).to(tl.int64)
@@ -138,7 +136,7 @@ def _attend_part(
         mask=(row[:, None] < rows) & (column < width), other=0.0,
     )  # fmt: skip
     masks = mask + batch * mask_batch + node[:, None] * mask_node + slot
-    # A text is shorter than its cache, and a window shorter than a text: what no row sees is not read.
+    # Skip keys that no row sees: a text is shorter than its cache, and a window shorter than a text.
     begin, end = last, first
     for start in range(first, last, block):
         bias = tl.load(masks + start, mask=start + slot < last, other=unseen).to(tl.float32)
@@ -183,7 +181,7 @@ def _merge_parts(
     found, weight, out, key_heads, shared, nodes, parts, value_width: tl.constexpr, value_padded: tl.constexpr,
     most_parts: tl.constexpr,
 ):  # fmt: skip
-    """One row: the mean of what its parts found, by the sums of their softmaxes."""
+    """For one row: the mean of its parts' results, weighted by their softmax denominators."""
     row, head, rows = tl.program_id(0), tl.program_id(1).to(tl.int64), shared * nodes
     part, column = tl.arange(0, most_parts), tl.arange(0, value_padded)
     index = (head * parts + part) * rows + row

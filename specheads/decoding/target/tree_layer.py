@@ -16,12 +16,11 @@ from specheads.decoding.target.slot_writes import write_slots
 
 @dataclass
 class Window:
-    """Where a pass writes and looks: shared by a cache and its layers, which do not know the cache. In a circle their
-    buffers would be held until Python looks for circles.
+    """Which slots a pass writes and attends: shared by a cache and its layers, which do not refer to the cache. A
+    reference cycle would keep their buffers alive until the garbage collector runs.
 
-    loaded: does the cache hold a prompt? first, end: a pass attends the slots from `first` to before `end`; scratch
-    slots before `first` hold nothing that it could see. write_slots (B or 1, 1, P, 1): the slots it writes; None: from
-    `first` on.
+    loaded: does the cache hold a prompt? first, end: a pass attends slots [first, end); scratch slots before `first`
+    hold nothing that it may see. write_slots (B or 1, 1, P, 1): the slots it writes; None: from `first` on.
     """
 
     loaded: bool = False
@@ -66,7 +65,7 @@ class TreeLayer(CacheLayerMixin):
             self.values[:, :, start:stop] = value_states
         return self.keys[:, :, seen], self.values[:, :, seen]
 
-    # The mask and the positions come from outside, so the model must not derive either from the cache.
+    # Masks and positions are passed in, so the model must not derive either from the cache.
     def get_seq_length(self) -> int:
         return 0
 

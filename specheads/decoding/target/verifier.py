@@ -1,4 +1,4 @@
-"""The verifier protocol: all that decoding asks of a target.
+"""The verifier protocol: all that decoding uses of a target.
 
 Shapes: B batch rows, R of them refilled, T prompt columns, N tree nodes, P = depth of the tree + 1, V vocabulary,
 H hidden size, F = tapped layers × hidden size.
@@ -29,18 +29,18 @@ class TargetOutput:
 class Verifier(Protocol):
     """A target as the verifier of draft trees: `Target`, `Seq2SeqTarget`, `RecordedTarget` or your own.
 
-    All that the loop and drafters ask of it is here; compiled steps take a `Target`. `name`, `vocab_size`, `prefill`,
-    `verify` and `commit` are required. The others have the values below in subclasses.
+    The loop and drafters use nothing of it but what is here; compiled steps need a `Target`. `name`, `vocab_size`,
+    `prefill`, `verify` and `commit` are required. Subclasses inherit defaults for the rest.
 
-    name: what messages call it. vocab_size: V.
-    limit: tokens that no text gets past, set by `prefill` and `refill`. capacity: slots that a drafter's cache of the
+    name: for messages. vocab_size: V.
+    limit: the most tokens of any text, set by `prefill` and `refill`. capacity: slots that a drafter's cache for the
       same texts needs.
-    static: the shapes of passes repeat, as a compiled step needs it.
-    is_encoder_decoder: each row has a source beside its text. source_ids: these sources, unpadded, on the host; None
-      without any or if unknown.
+    static: the shapes of passes repeat, as compiled steps need.
+    is_encoder_decoder: each row has a source besides its text. source_ids: these sources, unpadded, on the host; None
+      if there are none or they are unknown.
     has_state: recurrent layers carry a state from token to token.
     active (B,): the rows whose outputs matter, None for all. The loop sets it before each step.
-    switch: if positions depend on the length of the texts, else None; set by `prefill`.
+    switch: set by `prefill` if positions depend on the length of the texts, else None.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Verifier(Protocol):
     def prefill(
         self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
     ) -> TargetOutput:
-        """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens will follow: as many in each row,
-        or so many in each.
+        """Commit prompts ids (B, T), packed left, of lengths (B,). room: how many more tokens will follow, one number
+        or one a row.
 
         inputs: what the model takes besides ids. Returns the logits after each row's last token, (B, 1, V), and
         features (B, T, F).
@@ -82,20 +82,20 @@ class Verifier(Protocol):
         ...
 
     def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: Sequence[int]) -> TargetOutput:
-        """Put new prompts in the place of rows (R,): ids (R, T) of lengths (R,), as `prefill` takes and returns them.
+        """Replace rows (R,) by new prompts ids (R, T) of lengths (R,); arguments and result as in `prefill`.
 
-        Positions must not depend on the length of the texts (`switch`), nor prompts hold more than ids.
+        Positions must not depend on the length of the texts (`switch`), and prompts must be ids alone.
         """
         raise UnsupportedModel(f"{self.name} takes no new prompts in the rows of finished ones")
 
     def reread(self, rows: list[list[int]]) -> None:
-        """Commit the texts of all rows anew, where the `switch` says so."""
+        """Recompute the committed texts of all rows, when the `switch` says so."""
         return
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens (…) → their input embeddings (…, H), for drafters that want `layers`."""
+        """Tokens (…) → their input embeddings (…, H), for drafters with `layers`."""
         raise UnsupportedModel(f"{self.name} has no embeddings to draft from")
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Last hidden states (…, H) → logits (…, V), for drafters that want `layers`."""
+        """Last hidden states (…, H) → logits (…, V), for drafters with `layers`."""
         raise UnsupportedModel(f"{self.name} has no language-model head to draft with")

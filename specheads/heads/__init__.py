@@ -27,7 +27,7 @@ def head_kind(name: object) -> str:
 
 
 def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> HeadConfig:
-    """The config of a head, named in any way that convert(), recipes and checkpoints allow."""
+    """The config of a head, given in any form that convert(), recipes and checkpoints allow."""
     if isinstance(head, list):
         if len(head) != 1 or not isinstance(head[0], tuple | list) or len(head[0]) != 2:
             raise ValueError(

@@ -38,8 +38,8 @@ class HeadConfig:
 
     loss: one of `losses.functions.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as 'hard:0.1,tv:1.8'.
     dpace: the floor of D-PACE's position weights (0.5 as published); None weights by depth alone.
-    tree: the default static tree, as text ("chain:4") or as choices, each a path of ranks, as
-      `calibration.calibrate_tree` finds them; None: the usual tree of this kind of head on the device.
+    tree: the default static tree, as text ("chain:4") or as choices, each a path of ranks, as found by
+      `calibration.calibrate_tree`; None: the usual tree of this kind of head on the device.
 
     A subclass sets `kind`, adds its options as fields and their `bounds`, and overrides the properties below where they
     differ.
@@ -47,10 +47,10 @@ class HeadConfig:
 
     kind: ClassVar[str] = ""
     title: ClassVar[str] = ""  # in a model card; "" for the kind
-    loss_terms: ClassVar[tuple[str, ...]] = ()  # that `loss` reports besides those of every head
+    loss_terms: ClassVar[tuple[str, ...]] = ()  # reported by `loss` besides those of every head
     aliases: ClassVar[dict[str, str]] = {}  # other spellings of options → their names here
-    unrecorded: ClassVar[dict[str, Any]] = {}  # what a checkpoint from before an option means, where not its default
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {  # least and greatest value; those of base classes hold too
+    unrecorded: ClassVar[dict[str, Any]] = {}  # options older checkpoints lack → their value there, if not the default
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {  # least and greatest value; added to those of base classes
         "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "dpace": (0, 1),
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ class HeadConfig:
         parse_loss(self.loss)
         if self.tree is not None:
             check_choices(self.kind, self.tree, self.max_depth, self.output_size)
-            object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError if it is no tree
+            object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError if the choices form no tree
 
     @property
     def max_depth(self) -> int:
@@ -86,7 +86,7 @@ class HeadConfig:
 
     @property
     def output_size(self) -> int | None:
-        """The number of draft tokens, Vd; None while the sizes are not filled in."""
+        """The size of the draft vocabulary, Vd; None until the sizes are filled in."""
         return self.vocab_size
 
     @classmethod
@@ -102,7 +102,7 @@ class HeadConfig:
         return cls(**values)
 
     def with_base_defaults(self, base_config: Any) -> Self:
-        """A copy whose missing sizes are those of the base's text config."""
+        """A copy whose missing sizes are taken from the base's text config."""
         defaults = {"hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size}
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
@@ -112,14 +112,14 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class TapBatch:
-    """A batch with the base's features and probabilities. A head cannot tell whether they are live or from disk.
+    """A batch with the base's features and probabilities, live or from disk: a head cannot tell which.
 
     tokens (B, T). features (B, T, F): the tapped layers. teacher: the base's distribution of token t + 1 at position t.
     supervised (B, T) bool, indexed by the predicted token. documents (B, T): ids, 0 at padding. position_ids (B, T).
     embed, lm_head: the base's, frozen.
-    num_items: what summed losses are divided by; None: the supervised tokens of this batch. It is given under gradient
-      accumulation and with several processes.
-    seed: of random draws, one for each step of a run; None takes one from torch's generator.
+    num_items: what summed losses are divided by, given under gradient accumulation and with several processes; None:
+      the supervised tokens of this batch.
+    seed: of the random draws, a different one at each step of a run; None draws one from torch's generator.
     """
 
     tokens: Tensor
@@ -143,7 +143,7 @@ class TapBatch:
         return DraftTargets.from_batch(self.tokens, self.supervised, self.documents, depths)
 
     def keys(self) -> Tensor:
-        """(B, T) int64 keys of random numbers, see `draws`: those of a row do not depend on its batch."""
+        """(B, T) int64 keys of random numbers, see `draws`; a row's keys do not depend on its batch."""
         seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
         return draws.keys(self.tokens, self.documents, seed)
 
@@ -162,7 +162,7 @@ class DraftHead(nn.Module, Drafter, ABC):
 
     # Arguments of torch's checkpoint(), set by SpecModel.activation_checkpointing_enable; None: keep activations.
     checkpointing: Mapping[str, Any] | None = None
-    # Tokens of the longest training text, set by SpecModel; None if unknown, or if the head attends to no others.
+    # Tokens of the longest training text, set by SpecModel; None if unknown, or if the head does not attend.
     trained_length: int | None = None
 
     def __init__(self, config: HeadConfig) -> None:
@@ -186,7 +186,7 @@ class DraftHead(nn.Module, Drafter, ABC):
 
     @property
     def attends(self) -> bool:
-        """Whether it attends to earlier positions itself, so that the length of its training texts matters."""
+        """Whether the head itself attends to earlier positions, so that the length of its training texts matters."""
         return True
 
     @property
@@ -227,14 +227,14 @@ class DraftHead(nn.Module, Drafter, ABC):
         return 1.0
 
     def unrolled_starts(self, length: int) -> int:
-        """How many queries of a row of `length` tokens the later steps of a training-time test have, added up."""
+        """How many queries a row of `length` tokens has in all training-time-test steps after the first."""
         return 0
 
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel if this kind of head cannot learn from this base."""
 
     def copy_frozen_weights(self, base: nn.Module) -> None:
-        """Copy the weights of the base that the head holds and does not train. It cannot draft without them."""
+        """Copy the base's weights that the head holds but does not train. It cannot draft without them."""
 
     def initialise(self, base: nn.Module) -> None:
         """Start from weights of the base, where shapes match."""
@@ -261,8 +261,8 @@ class DraftHead(nn.Module, Drafter, ABC):
         depth_weights: tuple[float, ...],
         overlaps: bool = False,
     ) -> Scores:
-        """Score drafts against the base by the config's loss. rows: of each draft s (R_s, H). overlaps: α in training
-        too."""
+        """Score drafts against the base by the config's loss. rows: the outputs of each draft s, (R_s, H). overlaps:
+        compute α in training too."""
         assert self.config.vocab_size is not None
         objective = Objective(parse_loss(self.config.loss), depth_weights, self.config.dpace)
         return objective(
@@ -281,7 +281,7 @@ class DraftHead(nn.Module, Drafter, ABC):
         return True
 
     def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
-        """A head that attends has a cache in its memory, which the prompts' takes the place of."""
+        """Replace these rows in the head's cache, if it has one: only heads that attend do."""
         if "cache" in context.memory:
             self.propose(prompts, Sampler(), NoDraft(plan))
             read = prompts.memory["cache"]

@@ -1,6 +1,6 @@
 """Random numbers that depend on a row's tokens and a seed, not on its batch, process or device.
 
-So a run that resumes with another number of processes draws the same numbers. Counter-based, as in
+So a run that resumes with a different number of processes draws the same numbers. Counter-based, as in
 `decoding.probs.randomness`. Shapes: B batch rows, T positions.
 """
 
@@ -15,8 +15,8 @@ from specheads.decoding.probs.randomness import GOLDEN, scramble, shift_right
 
 
 def keys(tokens: Tensor, documents: Tensor, seed: int) -> Tensor:
-    """(B, T) int64 a key of each position, from the row's tokens, the position among them and the seed. Padding,
-    document 0, does not count."""
+    """(B, T) int64 a key for each position, from the row's tokens, the position among them and the seed. Padding
+    (document 0) does not count."""
     real = documents > 0
     position = real.cumsum(1)
     start = scramble(torch.tensor(seed)).to(tokens.device)
@@ -30,8 +30,8 @@ def uniform(key: Tensor) -> Tensor:
 
 
 def split_keys(key: Tensor, count: int) -> Iterator[Tensor]:
-    """(B, T) keys → for each row (T, count) new keys. Row by row, because all keys at once, eight bytes each, take more
-    memory than the numbers drawn from them."""
+    """(B, T) keys → for each row (T, count) new keys. Row by row, because all keys at once, of eight bytes each, would
+    take more memory than the numbers drawn from them."""
     steps = torch.arange(1, count + 1, device=key.device) * GOLDEN
     for row in key:
         yield scramble(row.unsqueeze(1) + steps)

@@ -22,8 +22,8 @@ from specheads.losses.functions import feature_distance
 @dataclass(frozen=True)
 class EagleConfig(UnrolledFeatureConfig):
     """feature_weight, token_loss_weight: of the two losses. noise: half-width of the uniform feature noise. fc_bias:
-    of the fusing layer. steps: 1 as published, more as in HASS (arXiv:2408.15766). metric_steps: unrolled by
-    evaluation, for the joint accepted length."""
+    does the fusing layer have a bias? steps: 1 as published, more as in HASS (arXiv:2408.15766). metric_steps: steps
+    unrolled in evaluation, for the accepted length of a chain."""
 
     kind: ClassVar[str] = "eagle"
     title: ClassVar[str] = "EAGLE"
@@ -87,7 +87,7 @@ class EagleHead(FeatureHead):
         steps = config.steps if self.training else self.scored_depths
         targets, rows = self.drafts(batch, steps, features)
         scores = self.score(batch, targets, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
-        # Detached: a base that is trained too must not move its features towards the drafts.
+        # Detached: a base that is being trained too must not move its features towards the drafts.
         true_features = batch.features.detach().flatten(0, 1)[targets.positions]
         distances = []
         for s, predicted in enumerate(rows[: config.steps]):

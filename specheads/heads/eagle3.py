@@ -16,9 +16,9 @@ from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 @dataclass(frozen=True)
 class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
-    """steps: of training-time test. step_decay: the loss of step s has weight step_decay^s.
+    """steps: how many training-time test unrolls. step_decay: the loss of step s has weight step_decay^s.
 
-    norm_features: a norm on each tapped layer before they are fused. norm_before_fc: one norm on all of them together.
+    norm_features: a norm on each tapped layer before they are fused. norm_before_fc: one norm on their concatenation.
     norm_before_residual: the block adds to the normed hidden state. False, as published: to the hidden state itself,
       beside which its output is negligible if the base's residual stream is large (docs/training-reference.md).
     norm_output: the next step reads the output after the final norm.
@@ -81,8 +81,8 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         return [self.lm_head]
 
     def initialise(self, base: Any) -> None:
-        """Copy the base's lm_head and final norm. The rest starts at random, as published: it learns more slowly from
-        the base's last layer as its block, or with fc passing the highest tap through (docs/LOG.md)."""
+        """Copy the base's lm_head and final norm. The rest starts at random, as published: starting the block from the
+        base's last layer, or fc as the identity on the highest tap, learns more slowly (docs/LOG.md)."""
         self.copy_output_rows(base)
         copy_norm(self.norm, final_norm(base))
 

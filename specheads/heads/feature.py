@@ -29,7 +29,7 @@ from specheads.heads.unrolled import TappedConfig, UnrolledConfig, UnrolledHead
 
 @dataclass(frozen=True)
 class FeatureHeadConfig(DecoderConfig, TappedConfig, ABC):
-    """num_layers: of the decoder."""
+    """num_layers: decoder blocks of the head."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"num_layers": (1, MOST_LAYERS)}
@@ -43,7 +43,7 @@ class UnrolledFeatureConfig(UnrolledConfig, FeatureHeadConfig, ABC):
 
 
 class FeatureHead(UnrolledHead):
-    """A subclass gives the features that enter (`fuse`), the first block's input (`inputs`), and `draft_logits`."""
+    """A subclass implements `fuse` (the features that enter), `inputs` (the first block's input) and `draft_logits`."""
 
     config: UnrolledFeatureConfig
 
@@ -57,14 +57,14 @@ class FeatureHead(UnrolledHead):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """Tapped features (B, T, F) → (B, T, H); a drafted step reads the output of the step before in their place."""
+        """Tapped features (B, T, F) → (B, T, H); drafted steps read the output of the step before instead."""
 
     @abstractmethod
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
 
     def next_hidden(self, output: Tensor) -> Tensor:
-        """An output (B, T, H) → what the next drafted step reads in place of fused features."""
+        """An output (B, T, H) → what the next drafted step reads instead of fused features."""
         return output
 
     def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class FeatureHead(UnrolledHead):
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
         def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-            # The last block's first outputs may be of the anchors alone; the blocks before it are read everywhere.
+            # At step 0 the last block may compute the anchors alone; later blocks read all outputs of earlier ones.
             columns = asked if i == len(self.blocks) - 1 and not keys[i] else None
             out, key, value = self.maybe_checkpoint(
                 block.unrolled, x, residual, rotary, mask, keys[i], values[i], columns

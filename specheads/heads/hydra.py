@@ -30,8 +30,8 @@ _DECODER_OPTIONS = [
 
 @dataclass(frozen=True)
 class HydraConfig(DecoderConfig, DepthHeadsConfig):
-    """prefix_layer: the decoder layer of Hydra++; the options of DecoderConfig are its sizes. loss: the base's
-    distribution, as Hydra++ is trained; Hydra as first published has loss='hard'."""
+    """prefix_layer: have Hydra++'s decoder layer, with the sizes in the options of DecoderConfig. loss: by default
+    against the base's distribution, as Hydra++ is trained; the original Hydra has loss='hard'."""
 
     kind: ClassVar[str] = "hydra"
     title: ClassVar[str] = "Hydra"
@@ -58,7 +58,7 @@ class HydraConfig(DecoderConfig, DepthHeadsConfig):
 
 
 class FusingBlock(nn.Module):
-    """Ux + c + SiLU(Wx + b) of several concatenated vectors, (…, n · H) → (…, H); initially W = b = 0."""
+    """Ux + c + SiLU(Wx + b) over n concatenated vectors, (…, n · H) → (…, H); initially W = b = 0."""
 
     def __init__(self, wide: int, size: int) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ class PrefixLayer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, base: Any) -> None:
-        """Copy the base's last layer, with zero output matrices: at first the output is the input, scaled as before."""
+        """Copy the base's last layer, but zero its output matrices, so that the initial output is the input, normed to
+        the base's mean scale."""
         layers = decoder_layers(base)
         if layers is not None:
             copy_layer(self.block, layers[-1])

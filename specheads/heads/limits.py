@@ -16,8 +16,8 @@ from specheads.options import shown
 MOST_LAYERS = 64  # layers, or depths with a head each
 DEEPEST = 1024  # tokens of one draft
 MOST_NODES = 1024  # of a default static tree, and ranks at a node
-ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks which of them the base has
-MOST_LISTED = 64  # entries of a list: tapped layers
+ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks against the base's layers
+MOST_LISTED = 64  # entries of a list, such as tapped layers
 _EXPECTED = {
     int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "a list",
 }  # fmt: skip
@@ -43,8 +43,7 @@ def bounds_of(config: type) -> dict[str, tuple[float, float]]:
 
 
 def check_options(config: Any) -> None:
-    """ValueError for an option that has the wrong type or is out of bounds; the bounds of a list are those of its
-    entries."""
+    """ValueError for an option of the wrong type or out of bounds; for a list the bounds apply to each entry."""
     kind_of: Any = type(config)
     types, bounds = _types(kind_of), bounds_of(kind_of)
     for option in fields(config):

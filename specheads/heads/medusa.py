@@ -1,4 +1,4 @@
-"""Medusa: heads on the last hidden state, of which head i at position t predicts token t + 2 + i. arXiv:2401.10774."""
+"""Medusa: heads on the last hidden state; head i at position t predicts token t + 2 + i. arXiv:2401.10774."""
 
 from __future__ import annotations
 

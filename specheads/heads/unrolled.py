@@ -1,4 +1,4 @@
-"""What heads share that draft level by level from tapped features, and are unrolled over their own outputs in training.
+"""Base classes of heads that draft level by level from tapped features, and unroll over their own outputs in training.
 
 Shapes: B batch rows, T positions, F tapped features, H hidden, S unrolled steps, R_s drafts of step s, A anchors of a
 row.
@@ -37,7 +37,7 @@ class TappedConfig(HeadConfig, ABC):
     @classmethod
     @abstractmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        """The layers read by default, of a base of `num_layers`."""
+        """The layers read by default, for a base of `num_layers` layers."""
 
     def with_base_defaults(self, base_config: Any) -> Self:
         config, layers = super().with_base_defaults(base_config), layer_count(base_config)
@@ -60,7 +60,7 @@ class UnrolledConfig(AnchoredStartsConfig, TappedConfig, ABC):
 
 
 class UnrolledHead(DraftHead):
-    """A subclass implements `unroll` for training; its `propose` feeds each level the outputs of the one before."""
+    """A subclass implements `unroll` for training; its `propose` feeds each level the outputs of the previous one."""
 
     config: UnrolledConfig
 
@@ -76,11 +76,11 @@ class UnrolledHead(DraftHead):
         return (self.config.steps - 1) * min(self.config.anchors or length, length)
 
     def usual_plan(self, device: torch.device) -> Plan:
-        # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
+        # On a CPU each node costs time, and chains were fastest (docs/LOG.md); on a GPU some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
 
     def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[DraftTargets, list[Tensor]]:
-        """The targets of so many steps, in training those of the anchors, and the outputs (R_s, H) of each step."""
+        """The targets of `steps` steps, in training those of the anchors, and the outputs (R_s, H) of each step."""
         targets, anchors, depth = batch.targets(steps), self.config.anchors, self.config.anchored_depth
         if anchors is None or steps <= depth or not self.training:
             return targets, [targets.gather_starts(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
@@ -96,9 +96,9 @@ class UnrolledHead(DraftHead):
     def unroll(
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
-        """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before.
+        """Training-time test: the outputs (B, T, H) of S steps, each fed with the one before.
 
-        anchored: the starts of the steps from its depth on, whose outputs are then (B, A, H). At step s, position t has
-        read f[t] and x[t+1] … x[t+1+s], and predicts x[t+2+s]. Positions whose tokens run past the end hold garbage,
-        which no target uses.
+        anchored: from its depth on, steps start at these anchors alone and their outputs are (B, A, H). At step s,
+        position t has read f[t] and x[t+1] … x[t+1+s], and predicts x[t+2+s]. Positions whose tokens run past the end
+        hold garbage, which no target uses.
         """

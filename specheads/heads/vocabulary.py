@@ -1,6 +1,6 @@
 """A draft vocabulary: the head drafts only the target's most frequent tokens, so that its output matrices are small.
 
-Tokens outside are never drafted. That costs accepted tokens, not exactness. EAGLE-3, arXiv:2503.01840; FR-Spec,
+Tokens outside it are never drafted, which costs accepted tokens but not exactness. EAGLE-3, arXiv:2503.01840; FR-Spec,
 arXiv:2502.14856. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
 """
 
@@ -19,7 +19,7 @@ from specheads.heads.base import DraftHead, HeadConfig
 
 @dataclass(frozen=True)
 class DraftVocabularyConfig(HeadConfig):
-    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, but at most `default_limit`)."""
+    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, at most `default_limit`)."""
 
     default_limit: ClassVar[int | None] = None
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_vocab_size": (1, 2**24)}
@@ -92,10 +92,9 @@ class DraftVocabulary(DraftHead):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
-        """Draft the most frequent tokens: counts (V,) over the training data; of equal counts the lower id.
+        """Draft the most frequent tokens: counts (V,) over the training data; the lower id on ties.
 
-        With `base`, the output layers start again from its rows of those tokens. ValueError for counts of another
-        shape.
+        With `base`, the output layers are reset to its rows for those tokens. ValueError for counts of a wrong shape.
         """
         if counts.shape != self.t2d.shape:
             raise ValueError(f"token counts have shape {tuple(counts.shape)}, expected ({len(self.t2d)},)")
@@ -108,7 +107,7 @@ class DraftVocabulary(DraftHead):
             self.copy_output_rows(base)
 
     def copy_output_rows(self, base: Any) -> None:
-        """Copy the base's rows of the draft tokens into every output layer of the same width."""
+        """Copy the base's output rows for the draft tokens into every output layer of the same width."""
         source = base.get_output_embeddings().weight
         if source.is_meta:
             return

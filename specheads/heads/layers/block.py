@@ -1,4 +1,4 @@
-"""The decoder blocks of heads, and how they start from a layer of the base.
+"""The decoder blocks of heads, and how they are initialised from a layer of the base.
 
 RMSNorm, RoPE, grouped-query attention, SwiGLU. Shapes: B batch rows, T positions, K slots of a parallel head's block,
 H hidden, d head size, s earlier steps.
@@ -41,8 +41,8 @@ class DecoderBlock(nn.Module):
     def qkv(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], columns: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated; q at `columns` (B, A) alone if they
-        are given."""
+        """x (B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated. columns (B, A): compute q only at
+        these."""
         batch, length, _ = x.shape
         asking, turned = x, rotary  # what the queries are made of
         if columns is not None:
@@ -68,7 +68,7 @@ class DecoderBlock(nn.Module):
         layer: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """One pass over the head's own KV cache. mask None: causal over the pass itself, a prompt."""
+        """One pass over the head's own KV cache. mask None: the pass is a prompt, causal over itself."""
         q, k, v = self.qkv(x, rotary)
         keys, values = cache.update(k, v, layer)
         if mask is not None:
@@ -110,8 +110,8 @@ class DecoderBlock(nn.Module):
 class ContextBlock(DecoderBlock):
     """A decoder block whose queries also attend to a context, whose keys and values come from the same matrices.
 
-    Otherwise as Qwen3's layers: norms on the input, on queries and on keys. The context enters without the input norm.
-    The layer of DFlash, arXiv:2602.06036.
+    Otherwise like Qwen3's layers: norms on the input, on queries and on keys. The context skips the input norm. The
+    layer of DFlash, arXiv:2602.06036.
     """
 
     def __init__(self, *, hidden_size: int, head_dim: int, rms_norm_eps: float, **sizes: Any) -> None:
@@ -123,7 +123,7 @@ class ContextBlock(DecoderBlock):
         self.k_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, T, H), a context or the normed input of a block → keys and values (B, kv heads, T, d)."""
+        """A context or the normed input of a block (B, T, H) → keys and values (B, kv heads, T, d)."""
         k, v = (p(x).unflatten(2, (self.num_key_value_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(k).transpose(1, 2), *rotary), v.transpose(1, 2)
 
@@ -143,7 +143,7 @@ class ContextBlock(DecoderBlock):
 
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:
-    """The base's decoder layers: the first list of as many modules as it has layers in its text decoder."""
+    """The base's decoder layers: the first ModuleList in its text decoder that has as many modules as layers."""
     count = layer_count(text_config(base))
     return next((m for m in decoder_of(base).modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
 
@@ -181,17 +181,17 @@ def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:
 
 
 def final_norm(base: Any) -> nn.Module | None:
-    """The norm after the base's last layer, under the names that models give it."""
+    """The norm after the base's last layer, under any of the names that models give it."""
     names = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm")
     return next((norm for name in names if (norm := getattr(decoder_of(base), name, None)) is not None), None)
 
 
 @torch.no_grad()
 def dense_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """The weight (out, in) that a linear layer applies, however it stores it; None for another kind of layer."""
+    """The weight (out, in) that a linear layer applies, however it is stored; None for any other kind of layer."""
     size, weight = getattr(linear, "in_features", None), getattr(linear, "weight", None)
     if size is None or not isinstance(weight, Tensor) or weight.is_meta:
         return None
-    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # of the identity, the transposed weight
+    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # the identity gives the transposed weight
     bias = getattr(linear, "bias", None)
     return (out if bias is None else out - bias).T

@@ -27,9 +27,9 @@ Attend = Callable[[DecoderBlock, int, Tensor, Tensor, tuple[Tensor, Tensor]], Te
 
 @dataclass(frozen=True)
 class DecoderConfig(HeadConfig):
-    """Sizes of the head's decoder blocks; those that are None are the base's.
+    """Sizes of the head's decoder blocks; None means the base's.
 
-    rope_parameters: as in a config of transformers 5, with rope_type default, linear, llama3 or yarn. The option
+    rope_parameters: as in a transformers 5 config, with rope_type default, linear, llama3 or yarn. The option
     rope_theta alone means rope_type default with that theta.
     """
 
@@ -63,7 +63,7 @@ class DecoderConfig(HeadConfig):
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
-        # Heads were saved with rope_theta before RoPE could be scaled.
+        # Older heads were saved with rope_theta alone.
         renamed = {name: value for name, value in options.items() if name != "rope_theta"}
         if (theta := options.get("rope_theta")) is not None:
             if renamed.get("rope_parameters") is not None:
@@ -107,7 +107,7 @@ class DecoderConfig(HeadConfig):
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T) document ids → (B, 1, T, T) additive mask: each position sees its document up to itself."""
+    """(B, T) document ids → (B, 1, T, T) additive mask: causal within each document."""
     column = torch.arange(documents.shape[1], device=documents.device)
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
     return additive(same & (column <= column.unsqueeze(1)), dtype)
@@ -128,8 +128,8 @@ def keep_committed(
 ) -> tuple[T, TreeCache]:  # fmt: skip
     """Write the positions committed since the last proposal, hidden (B, P, H), into the head's own cache.
 
-    write(cache, positions (B, P), fresh) adds their keys and values; fresh: the cache is empty. Returns what it
-    returned, and the cache, which context.memory keeps.
+    write(cache, positions (B, P), fresh) adds their keys and values; fresh: the cache is empty. Returns the result of
+    write(), and the cache, which is kept in context.memory.
     """
     target, memory = context.target, context.memory
     batch, columns, _ = hidden.shape
@@ -137,7 +137,7 @@ def keep_committed(
         cache = memory["cache"]
         return write(cache, cache.append(columns, context.new), False), cache
     cache = memory["cache"] = TreeCache(num_layers, scratch, target.capacity, static=target.static)
-    # A row that ends may exceed the limit by one path, and is then fed a path of padding along with the other rows.
+    # A row that ends may exceed the limit by one path, and another path of padding is then fed along with other rows.
     if rotary is not None:
         rotary.ensure(target.limit + 2 * scratch, hidden)
     result = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
@@ -152,7 +152,7 @@ def read_committed(
 ) -> tuple[Tensor, TreeCache]:  # fmt: skip
     """Run the head on the positions committed since the last proposal, hidden (B, P, H).
 
-    Returns the result of run(attend, positions (B, P)), and the head's own cache with their keys and values.
+    Returns the result of run(attend, positions (B, P)), and the head's own cache, which now has their keys and values.
     """
 
     def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:

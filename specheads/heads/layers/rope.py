@@ -1,6 +1,6 @@
 """Rotary positions of a head: its options, those of its base, and the table of cos and sin.
 
-Spelled as in transformers 5, `rope_parameters`, with the frequencies of transformers' own functions.
+Options are spelled as transformers 5's `rope_parameters`; frequencies come from transformers' own functions.
 Shapes: B batch rows, T positions, d head size.
 """
 
@@ -28,12 +28,12 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-_BY_LENGTH = ("dynamic", "longrope")
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # types whose frequencies change with the length of the text
 _LEAST = {"factor": 1.0, "original_max_position_embeddings": 1, "rope_theta": 1.0}
 
 
 def rope_type(parameters: Mapping[str, Any]) -> Any:
-    """The type in a config's table, under today's key or the earlier one."""
+    """The type in a config's table, under the current key or the older one."""
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
@@ -43,7 +43,7 @@ def check_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{shown(parameters)}; expected a table with rope_type, rope_theta and what the type needs")
     given = {name: value for name, value in parameters.items() if value is not None}
     kind = given.pop("rope_type", "default")
-    if kind in _BY_LENGTH:
+    if kind in LENGTH_DEPENDENT:
         raise ValueError(
             f"rope_type={kind!r} has frequencies that change with the length of the text, and the keys in a head's "
             f"cache are not rotated again; known: {', '.join(_OPTIONS)}"
@@ -80,7 +80,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def complete_rope(parameters: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """A config's table with the defaults that transformers takes from the config: longest: max_position_embeddings."""
+    """A config's table, with the defaults that transformers fills in. longest: the config's max_position_embeddings."""
     result = {name: value for name, value in parameters.items() if name not in ("type", "rope_type")}
     result["rope_type"] = rope_type(parameters)
     if result["rope_type"] in ("llama3", "yarn"):
@@ -106,7 +106,7 @@ def rope_of(base_config: Any) -> dict[str, Any]:
     found = {**(found.get("full_attention") or found)}
     longest = getattr(base_config, "max_position_embeddings", None) or 2048
     if (original := getattr(base_config, "original_max_position_embeddings", None)) is not None:
-        found["original_max_position_embeddings"] = original  # Phi-3 has it here, and it takes precedence
+        found["original_max_position_embeddings"] = original  # Phi-3 has it at this level, where it takes precedence
     result = complete_rope(found, longest)
     if (share := result.get("partial_rotary_factor")) not in (None, 1):
         raise ValueError(
@@ -120,8 +120,8 @@ def rope_of(base_config: Any) -> dict[str, Any]:
 
 
 def inherited_rope(base_config: Any) -> dict[str, Any]:
-    """The rope parameters of a new head: its base's, so that both reach as far; or unscaled ones of the same theta if a
-    head cannot have those."""
+    """The rope parameters of a new head: its base's, so that both reach equally far; or unscaled ones of the same theta
+    if a head cannot use those."""
     try:
         return rope_of(base_config)
     except ValueError:
@@ -131,7 +131,7 @@ def inherited_rope(base_config: Any) -> dict[str, Any]:
 
 
 def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """(d / 2,) float32 angles per position, and the factor of cos and sin."""
+    """(d / 2,) float32 angles per position, and the factor that scales cos and sin."""
     kind, theta = parameters["rope_type"], parameters["rope_theta"]
     if kind == "default":  # not among transformers' functions
         return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim), 1.0

@@ -1,1 +1,1 @@
-"""MTP heads: modules of the decoder layer of the target's own class."""
+"""MTP heads: modules built from the target's own decoder layer class."""

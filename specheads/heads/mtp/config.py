@@ -12,12 +12,12 @@ from specheads.heads.unrolled import UnrolledConfig
 
 @dataclass(frozen=True)
 class MtpConfig(UnrolledConfig):
-    """num_modules: one a depth; the draft at depth j is of module j mod num_modules.
+    """num_modules: one per depth; module j mod num_modules drafts at depth j.
     target_config: the target's text config, from which the modules' layers are made (default: the base's).
-    layer_indices: the target's layers that a module's are like (default: the last with full attention).
-    steps: of training-time test, at least one a module. step_decay: the loss of step s has weight step_decay^s.
-    hidden_first: the projection reads the hidden state before the embedding. fc_bias: of the projection.
-    final_norm: a norm after the layers. norm_output: what is fed on is the output after that norm.
+    layer_indices: the target's layers that a module's are modelled on (default: the last with full attention).
+    steps: how many training-time test unrolls, at least one per module. step_decay: step s has weight step_decay^s.
+    hidden_first: the projection's input has the hidden state before the embedding. fc_bias: the projection has a bias.
+    final_norm: a norm after the layers. norm_output: the next module or step reads the output after that norm.
     zero_first_embedding: the embedding at a text's first position is zero, as vLLM has it for some families.
     """
 
@@ -64,7 +64,7 @@ class MtpConfig(UnrolledConfig):
 
     @property
     def num_attention_heads(self) -> int:
-        """Of the target's layers, by which training estimates its memory."""
+        """The target layers', from which training estimates its memory."""
         assert self.target_config is not None
         return read_table(self.target_config).num_attention_heads
 

@@ -1,10 +1,11 @@
-"""Multi-token prediction: modules of the target's own decoder layer. DeepSeek-V3, arXiv:2412.19437.
+"""Multi-token prediction: modules built from the target's own decoder layer. DeepSeek-V3, arXiv:2412.19437.
 
-A module reads, at position t, the token x[t+1] and a hidden state: norms of both side by side, a projection, layers of
-the target's class, a norm. The first module's hidden state is the target's after its final norm, h[t]; that of module
-k is the output of module k − 1 at position t − 1, so it predicts x[t+2] from x up to t + 1, as the first does, but has
-seen h up to t − k alone. At position t the draft of depth j is of module j mod n, at position t + j. Where the target's
-hidden state is not known, the first module reads the output that predicted the token. One module is fed with itself.
+A module reads, at position t, the token x[t+1] and a hidden state: it concatenates norms of both, and applies a
+projection, layers of the target's class and a norm. The first module's hidden state is the target's after its final
+norm, h[t]; that of module k is the output of module k − 1 at position t − 1, so it predicts x[t+2] from x up to t + 1,
+as the first does, but has seen h only up to t − k. From position t, module j mod n drafts depth j, at position t + j.
+Where the target's hidden state is not known yet, the first module reads the output that predicted the token; a single
+module is thus fed its own output.
 
 Shapes: B batch rows, T positions, P new positions, F tapped features, H hidden, S unrolled steps, A anchors of a row,
 k nodes of a level, K attended slots, n modules.
@@ -37,7 +38,7 @@ Keys = dict[int, tuple[Tensor, Tensor]]  # slot of a layer → its keys and valu
 
 
 class MtpModule(nn.Module):
-    """One module. `index`: which of the head's. Its names are DeepSeek's."""
+    """One module, number `index` of the head. Parameter names are DeepSeek's."""
 
     def __init__(self, config: MtpConfig, target: TargetLayers, index: int) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class MtpModule(nn.Module):
         self.calls = [LayerCall(layer) for layer in self.layers]
 
     def train(self, mode: bool = True) -> MtpModule:
-        """The layers are trained as they draft: without dropout, which the target's config may have."""
+        """Layers stay in eval mode, so that they train as they draft, without the dropout that the config may have."""
         super().train(mode)
         self.layers.eval()
         return self
@@ -69,13 +70,13 @@ class MtpModule(nn.Module):
     def unrolled(
         self, embedded: Tensor, hidden: Tensor, mask: Tensor, position: Tensor, rotary: Any, earlier: list[Keys]
     ) -> tuple[Tensor, Keys]:
-        """The output, and this step's keys and values. earlier: those of the steps before, which come first."""
+        """The output, and this step's keys and values. earlier: those of the steps before, attended first."""
         cache = StepCache(earlier)
         return self(embedded, hidden, mask, position, rotary, cache), cache.added
 
 
 class StepCache(Cache):
-    """What layers attend in a step of training: the keys of earlier steps, then their own, gradients included."""
+    """The keys and values that layers attend in a training step: earlier steps', then their own, with gradients."""
 
     def __init__(self, earlier: list[Keys]) -> None:
         super().__init__(layers=[])
@@ -107,7 +108,7 @@ class MtpHead(UnrolledHead):
         self.float32_names = target.float32_names
 
     def _apply(self, fn: Any, recurse: bool = True) -> MtpHead:
-        """Buffers that the target keeps in float32, such as the biases that choose experts, keep it here too."""
+        """Keep in float32 the buffers that the target keeps so, such as the biases that choose experts."""
         wide = {
             name: buffer
             for name, buffer in self.named_buffers()
@@ -139,7 +140,7 @@ class MtpHead(UnrolledHead):
             self.mtp[0].unrolled(hidden, hidden, hidden.new_zeros(1, 1, 1, 1), position, rotary, [])
 
     def initialise(self, base: Any) -> None:
-        """Copy the base's final norm: its lm_head reads what comes out of it. The rest starts at random."""
+        """Copy the base's final norm, whose output its lm_head reads. The rest starts at random."""
         norm = final_norm(base)
         assert norm is not None
         for module in self.mtp:
@@ -153,9 +154,8 @@ class MtpHead(UnrolledHead):
         return 1 + later / n * self.config.anchored_share(length, 1)
 
     def active(self, depth: int, depths: int) -> range:
-        """The modules that read a token drafted at `depth` (from 1 on), in drafts of `depths` tokens.
-
-        Those that draft deeper: they see the tokens before. Past the last module all are needed again."""
+        """The modules that read a token drafted at `depth` (from 1 on), in drafts of `depths` tokens: those that draft
+        deeper, as they must have seen it. If depths exceed the modules, all are used again."""
         n = self.config.num_modules
         return range(depth, depths) if depths <= n else range(n)
 
@@ -172,7 +172,7 @@ class MtpHead(UnrolledHead):
         return scores.total / batch.denominator, scores.terms(batch.denominator)
 
     def fed(self, k: int, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Module k's output → what is fed on, and what lm_head reads."""
+        """Module k's output → what the next module or step reads, and what lm_head reads."""
         normed = self.mtp[k].norm(output)
         return (normed if self.config.norm_output else output), normed
 
@@ -195,7 +195,8 @@ class MtpHead(UnrolledHead):
         start, begun = position, index  # (B, T or A) of what step 0 reads
 
         def run(k: int, s: int, hidden: Tensor) -> Tensor:
-            # Keys of step 0, and of each later step the own one; none at a document's first k, where there is no input.
+            # All keys of step 0, and the query's own key of each later step; none at a document's first k positions,
+            # where module k has no input.
             seen = causal & (index >= k).unsqueeze(1)
             first = seen & self.reach((start + s).unsqueeze(2), position.unsqueeze(1))
             same = torch.eye(start.shape[1], dtype=torch.bool, device=seen.device)
@@ -218,7 +219,7 @@ class MtpHead(UnrolledHead):
             fed[k], normed = self.fed(k, run(k, 0, hidden))
             if k == 0:
                 outputs.append(normed if anchored is None or anchored.depth else gather_nodes(normed, anchored.columns))
-            hidden = fed[k].roll(1, 1)  # a document's first k positions get what they never show
+            hidden = fed[k].roll(1, 1)  # wraps around into a document's first k positions, which are masked
         for s in range(1, steps):
             if s == 1 and anchored is not None:
                 column = anchored.columns
@@ -235,7 +236,7 @@ class MtpHead(UnrolledHead):
         return outputs
 
     def source(self, k: int, depth: int) -> int:
-        """The module whose output module k reads for a token drafted at `depth`: the one before, and for the first the
+        """The module whose output module k reads for a token drafted at `depth`: the one before it; for the first, the
         one that drafted the token."""
         return k - 1 if k else (depth - 1) % self.config.num_modules
 
@@ -281,8 +282,8 @@ class MtpHead(UnrolledHead):
     ) -> tuple[list[Tensor], Tensor]:
         """Run all modules on the new positions (B, P), with the target's hidden states (B, P, H).
 
-        Returns the outputs (B, H) at each row's newest position: what each module feeds on, and what the first
-        drafts with. context.memory keeps the outputs that modules read at the first position of the next call."""
+        Returns outputs (B, H) at each row's newest position: what each module passes on, and the first module's for
+        lm_head. context.memory keeps the outputs that modules will read at the first position of the next call."""
         embedded = self.embedded(context.target.embed, context.following, position)
         rotary = None if self.rotary is None else self.rotary(position)
         query = position.unsqueeze(-1)
@@ -299,8 +300,8 @@ class MtpHead(UnrolledHead):
         return newest, drafted
 
     def carry(self, context: Context, k: int, output: Tensor) -> Tensor:
-        """(B, 1, H) module k's output at the position before the new ones; the newest of `output` (B, P, H) is kept in
-        its place, and that before it for `refill`."""
+        """(B, 1, H) module k's output at the position before the new ones, which the newest of `output` (B, P, H)
+        replaces in context.memory; the one before that is kept for `refill`."""
         name, rows = f"carried {k}", torch.arange(len(output), device=output.device)
         newest, before = context.newest(output), output[rows, (context.last - 1).clamp_min(0)]
         if name not in context.memory:

@@ -23,29 +23,28 @@ from specheads.decoding.target.cache import Reach
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.hf_base import UnsupportedModel, layer_reach
 from specheads.heads.layers.block import decoder_layers, final_norm
-from specheads.heads.layers.rope import RotaryTable, rope_type
+from specheads.heads.layers.rope import LENGTH_DEPENDENT, RotaryTable, rope_type
 from specheads.options import reason, shown
 
-# Of a config, what says nothing of the form of a layer.
+# Entries of a config that do not affect the form of a layer.
 _LEFT_OUT = {
     "_name_or_path", "_attn_implementation", "architectures", "auto_map", "dtype", "quantization_config", "torch_dtype",
     "transformers_version",
 }  # fmt: skip
-_BY_LENGTH = ("dynamic", "longrope")  # frequencies that change with the length of the text
 _MOST_NUMBER = 2**31
 _MOST_COUNT = 2**12  # layers, attention heads or experts
 _COUNTS = ("num_", "n_layer", "n_head", "n_routed", "n_shared")
 _FULL = ("full_attention", "attention")
-_PARTS = ("mlp", "moe")  # layers that are a feed-forward part alone
+_PARTS = ("mlp", "moe")  # layers that are only a feed-forward part
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 _GIVEN = {"self", "hidden_states", "position_embeddings", "attention_mask", "position_ids", "use_cache", *_CACHE_NAMES}
 
 
 def config_table(base_config: PreTrainedConfig) -> dict[str, Any]:
-    """The target's text config as JSON holds it. UnsupportedModel for a model that is not one of transformers' own.
+    """The target's text config as a JSON-like dict. UnsupportedModel for a model that is not one of transformers' own.
 
-    Frequencies that change with the length of the text are replaced by unscaled ones: keys in the cache are not
-    rotated again.
+    Rotary frequencies that change with the length of the text are replaced by unscaled ones, because keys in the cache
+    are not rotated again.
     """
     if base_config.model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(
@@ -65,14 +64,14 @@ def config_table(base_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _fixed(rope: dict[str, Any]) -> dict[str, Any]:
-    if rope_type(rope) not in _BY_LENGTH:
+    if rope_type(rope) not in LENGTH_DEPENDENT:
         return rope
     kept = ("rope_theta", "partial_rotary_factor")
     return {"rope_type": "default", **{name: rope[name] for name in kept if name in rope}}
 
 
 def check_table(table: Mapping[str, Any]) -> None:
-    """ValueError for a table that is no config, or has sizes beyond those of any model."""
+    """ValueError for a table that is no config, or has sizes beyond any model's."""
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"mtp head option target_config: model_type={shown(kind)} is not one of transformers'")
@@ -96,7 +95,7 @@ def _numbers(table: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
 
 
 class TargetLayers:
-    """Makes layers of the class that the target has at given indices, norms of its class, and its rotary positions."""
+    """Makes layers of the target's class at given indices, norms of its class, and its rotary positions."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self.decoder = _decoder(json.dumps(table, sort_keys=True))
@@ -105,16 +104,16 @@ class TargetLayers:
             raise UnsupportedModel(f"{type(self.decoder).__name__} has no list of decoder layers with a norm after it")
         self.layers = found
         self.config = copy.deepcopy(self.decoder.config)
-        # Layers read their config when they run: this copy is the head's.
+        # A copy, because layers read their config when they run.
         by_name = self.decoder._supports_sdpa and self.decoder._supports_attention_backend
         self.config._attn_implementation_internal = GROUPED if by_name else "eager"
         self.is_causal = by_name  # without a mask, attention is causal
         wide = (getattr(self.decoder, f"_keep_in_fp32_modules{strict}", None) or () for strict in ("", "_strict"))
-        self.float32_names = tuple(name for names in wide for name in names)  # parts of names of tensors
+        self.float32_names = tuple(name for names in wide for name in names)  # substrings of tensor names
 
     def usual_indices(self) -> tuple[int, ...]:
-        """The last layer with full attention, or the last one; and where layers hold one part each, the last of the
-        others that keeps no state."""
+        """The last layer with full attention, else the last layer; and if attention and feed-forward are layers of
+        their own, also the last feed-forward one."""
         types = self._types()
         full = [i for i, kind in enumerate(types) if kind in _FULL]
         parts = [i for i, kind in enumerate(types) if kind in _PARTS]
@@ -169,7 +168,7 @@ class TargetLayers:
 
     @contextmanager
     def alone(self, index: int) -> Iterator[None]:
-        """UnsupportedModel for any error of the block, which makes or tries a layer without the rest of the target."""
+        """UnsupportedModel for any error in the block, which makes or runs a layer outside its model."""
         try:
             yield
         except (UnsupportedModel, torch.OutOfMemoryError):
@@ -196,7 +195,7 @@ class TargetLayers:
             self.decoder._init_weights(part)
 
     def rotary(self, index: int) -> TargetRotary | None:
-        """The target's rotary positions for a layer; None if its layers get no positions, or make their own."""
+        """The target's rotary positions for a layer; None if its layers take no positions, or compute their own."""
         names = ("rotary_emb", "pos_emb")  # pos_emb: of LFM2-MoE
         like = next((part for name in names if (part := getattr(self.decoder, name, None)) is not None), None)
         return None if like is None else TargetRotary(type(like), self.config, self.type_of(index))
@@ -224,9 +223,9 @@ def _decoder(text: str) -> PreTrainedModel:
 
 
 class LayerCall:
-    """How a decoder layer is called: by the names that its forward() has.
+    """Calls a decoder layer with the argument names of its forward().
 
-    UnsupportedModel for a layer that needs what only its own model has.
+    UnsupportedModel for a layer that needs an argument only its own model can give.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -260,7 +259,7 @@ class LayerCall:
 
 
 class TargetRotary(RotaryTable):
-    """What the target's rotary module says of every position, computed once and grown for longer texts."""
+    """The target's rotary module evaluated at every position, computed once and grown for longer texts."""
 
     def __init__(self, kind: type[nn.Module], config: PreTrainedConfig, layer_type: str) -> None:
         super().__init__(0, {})

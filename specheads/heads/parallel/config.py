@@ -13,15 +13,15 @@ from specheads.heads.vocabulary import DraftVocabularyConfig
 @dataclass(frozen=True)
 class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
     """block_size: slots of a block, the root's included.
-    sample_from_anchor: true: a slot predicts the token after its position; false: at its position, as in DFlash and
-      JetSpec.
+    sample_from_anchor: true: a slot predicts the token after its position; false: the token at its position, as in
+      DFlash and JetSpec.
     causal: false: slots attend to one another in both directions, as in DFlash.
-    markov_rank: of the bias; 0 for none.
+    markov_rank: rank of the Markov bias; 0 for none.
     confidence: learn how likely each draft is accepted.
-    mask_token_id: the base's token that slots after the root read (default: an embedding of the head).
-    anchors: blocks of a row that a training step samples. The accepted length it logs counts each of them once.
+    mask_token_id: the base's token that slots after the root read (default: an embedding of the head's own).
+    anchors: blocks per row that a training step samples. The accepted length it logs counts each of them once.
     decay: the loss of the draft at depth j has weight decay^j; published: e^(−1/4) for blocks of 8, e^(−1/7) for 16.
-    draft_depth: of the default tree.
+    draft_depth: the default tree's depth.
 
     With a draft vocabulary the head keeps the base's output rows of its tokens, frozen.
     """
@@ -58,7 +58,7 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
 
     @property
     def served_depth(self) -> int:
-        return self.num_drafted  # the whole block, of which this library drafts the first draft_depth tokens
+        return self.num_drafted  # the whole block; this library drafts only its first draft_depth tokens
 
     @property
     def num_drafted(self) -> int:

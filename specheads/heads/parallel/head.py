@@ -37,8 +37,8 @@ from specheads.heads.starts.anchors import AnchoredBlocks
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.chunked import calls_of_all
 
-# Slots of a training row in one pass. Blocks are masked from one another, so many slots waste attention; few leave a
-# GPU idle.
+# Slots of a training row per pass. Blocks are masked from one another, so too many slots waste attention; too few leave
+# a GPU idle.
 SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
 Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -140,28 +140,28 @@ class ParallelHead(DraftVocabulary):
     def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Roots (B, A) → inputs of the first `count` slots of their blocks (B, A · count, H)."""
         mask_id = self.config.mask_token_id
-        # new_full, because new_tensor would wait for a copy from the host.
+        # new_full, because new_tensor would copy from the host and wait.
         mask = self.mask_embed(tokens.new_zeros(1)) if mask_id is None else embed(tokens.new_full((1,), mask_id))
         root = embed(tokens).to(self.dtype).unsqueeze(2)
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
     def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, keys, values) of the slots → all
-        keys and values that the slots may see, and the mask."""
+        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, keys, values): the slots' own →
+        all keys and values that they attend, and the mask."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
             x = self.maybe_checkpoint(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
         return self.norm(x)
 
     def append_markov(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Slot outputs (…, H) and the tokens (…) before their own → (…, H + r), the input of `draft_logits`."""
+        """Slot outputs (…, H) and the tokens (…) before those drafted → (…, H + r), the input of `draft_logits`."""
         return torch.cat([hidden, self.markov_embed(before)], -1) if self.config.markov_rank else hidden
 
     # Training
 
     def outputs(self, batch: TapBatch, blocks: AnchoredBlocks) -> Tensor:
-        """(B, A, D, H) of the slots that draft. A block sees itself, and the positions before its anchor in the same
-        document."""
+        """(B, A, D, H) outputs of the slots that draft. A block sees itself, and the positions before its anchor in the
+        same document."""
         size, context = self.config.block_size, self.fuse(batch.features)
         self.rotary.ensure(int(batch.position_ids.max()) + size, context)
         rotary = self.rotary(batch.position_ids)
@@ -194,7 +194,7 @@ class ParallelHead(DraftVocabulary):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        sample = (config.anchors, batch.keys()) if self.training and config.anchors is not None else ()
+        sample = (config.anchors, batch.keys()) if self.training else ()
         blocks = AnchoredBlocks.sample(batch.supervised, batch.documents, config.num_drafted, *sample)
         targets = blocks.targets(batch.tokens)
         before = batch.tokens.flatten()[targets.positions]
@@ -215,7 +215,7 @@ class ParallelHead(DraftVocabulary):
     # Drafting
 
     def usual_plan(self, device: torch.device) -> Plan:
-        # With a bias each beam is a row of logits. On a CPU each node also costs the target time.
+        # With a Markov bias each beam needs its own row of logits. On a CPU each node also costs the target time.
         budget, beams = (128, 32) if device.type == "cuda" else (8, None)
         depth = min(self.config.draft_depth, self.config.num_drafted, budget - 1)
         return BestFirstTree(budget, depth, beams=beams)

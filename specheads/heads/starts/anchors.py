@@ -20,11 +20,11 @@ from specheads.losses.targets import DraftTargets
 
 @dataclass(frozen=True)
 class AnchoredStartsConfig(HeadConfig):
-    """anchors: starts of a row whose deeper drafts a training step learns, sampled at random (default: all).
-    anchor_first: of their first drafts, too, only those are learned.
+    """anchors: how many starts per row, sampled at random, have their deeper drafts trained (default: all).
+    anchor_first: train the first drafts, too, at those starts only.
 
-    Fewer cost less memory and time, and the loss is an unbiased estimate. The accepted length that training logs is of
-    those starts alone. Each counts once, so long rows count for less. Evaluation has all starts.
+    Fewer cost less memory and time, and the loss is an unbiased estimate. The accepted length that training logs is
+    that of the anchors alone; each counts once, so long rows count for less. Evaluation uses all starts.
     """
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"anchors": (1, 2**20)}
@@ -46,7 +46,7 @@ class AnchoredStartsConfig(HeadConfig):
 
     @property
     def anchored_depth(self) -> int:
-        """The first depth whose drafts are of the anchors alone."""
+        """The first depth at which only the anchors draft."""
         return 0 if self.anchor_first else 1
 
     def anchored_share(self, length: int, depth: int) -> float:
@@ -58,8 +58,8 @@ class AnchoredStartsConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True)
 class AnchoredStarts:
-    """columns (B, A): the anchors. weights (B, A): how many starts each represents; 0 for padding. depth: the first one
-    whose drafts are of the anchors alone."""
+    """columns (B, A): the anchors. weights (B, A): how many starts each represents; 0 for padding. depth: the first
+    depth at which only the anchors draft."""
 
     columns: Tensor
     weights: Tensor
@@ -67,7 +67,7 @@ class AnchoredStarts:
 
     @classmethod
     def sample(cls, targets: DraftTargets, keys: Tensor, count: int, depth: int = 1) -> AnchoredStarts:
-        """In each row `count` of the starts that have a draft of that depth or deeper, or all of them.
+        """In each row, sample `count` of the starts that have a draft at `depth` or deeper, or take all if fewer.
 
         Each start is equally likely, so a weighted sum over them is unbiased. keys (B, T): see TapBatch.keys.
         """
@@ -76,12 +76,12 @@ class AnchoredStarts:
         able = able.view(keys.shape)
         available = able.sum(1, keepdim=True)
         order = draws.uniform(keys).masked_fill(~able, -1)
-        # One column at least, since layers of transformers cannot take none.
+        # At least one column, since layers of transformers cannot take none.
         columns = order.topk(max(1, min(count, int(available.max()))), 1).indices
         return cls(columns, able.gather(1, columns) * (available / available.clamp(1, count)), depth)
 
     def select(self, targets: DraftTargets) -> DraftTargets:
-        """The drafts of the anchors, and those of less than their depth."""
+        """The targets with only the drafts of the anchors, and all drafts above `depth`."""
         row_starts = torch.arange(len(self.columns), device=self.columns.device).unsqueeze(1) * self._length(targets)
         by_start = self.weights.new_zeros(targets.size)
         by_start[(row_starts + self.columns)[self.weights > 0]] = self.weights[self.weights > 0]
@@ -90,7 +90,7 @@ class AnchoredStarts:
         return replace(targets, weights=weights)
 
     def slots(self, targets: DraftTargets) -> Tensor:
-        """(B · T,) the index of each anchor in outputs that were computed at the anchors alone, (B · A, …)."""
+        """(B · T,) start → its index in outputs (B · A, …) computed at the anchors alone; 0 for other starts."""
         batch, number = self.columns.shape
         rows = torch.arange(batch, device=self.columns.device).unsqueeze(1)
         slot = torch.zeros(targets.size, dtype=torch.long, device=rows.device)
@@ -103,10 +103,10 @@ class AnchoredStarts:
 
 @dataclass(frozen=True, slots=True)
 class AnchoredBlocks:
-    """Blocks of a parallel head. The draft at depth j of a block anchored at column a is of token a + 1 + j.
+    """Blocks of a parallel head. At depth j, a block anchored at column a drafts token a + 1 + j.
 
-    anchors (B, A): their columns, ascending. learned (B, A, D): whether the token at each depth is a target; none is
-    where an anchor is padding. weights (B, A): how many blocks each represents.
+    anchors (B, A): their columns, ascending. learned (B, A, D): whether the token at each depth is a target; all False
+    if the anchor is padding. weights (B, A): how many blocks each represents.
     """
 
     anchors: Tensor
@@ -119,10 +119,10 @@ class AnchoredBlocks:
     ) -> AnchoredBlocks:
         """Blocks that draft `size` tokens: all that have a target, or `count` of them in each row.
 
-        supervised (indexed by the predicted token) and documents (B, T). keys (B, T): see TapBatch.keys; given with
-        count. The targets of a block end before the first token that is unsupervised or of another document. At least
-        one token of its document comes before an anchor, because a block reads features. The anchor itself need not be
-        supervised, as with the starts of other heads.
+        supervised (indexed by the predicted token) and documents (B, T). keys (B, T): see TapBatch.keys; given if and
+        only if `count` is. A block's targets end before the first token that is unsupervised or of another document. At
+        least one token of the document precedes an anchor, because a block reads features. As with the starts of other
+        heads, the anchor itself need not be supervised.
         """
         batch, length = supervised.shape
         follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)  # (B, T − 1) token t + 1 token t
@@ -140,7 +140,7 @@ class AnchoredBlocks:
         return cls(anchors, learned.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)
 
     def targets(self, tokens: Tensor) -> DraftTargets:
-        """Each draft that has a target, S = 1: a position that several blocks draft occurs several times.
+        """Each draft that has a target, with S = 1: a position drafted by several blocks occurs several times.
         tokens (B, T)."""
         length, size = tokens.shape[1], self.learned.shape[2]
         row, block, depth = self.learned.nonzero(as_tuple=True)

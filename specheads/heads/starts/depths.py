@@ -1,4 +1,4 @@
-"""What Medusa and Hydra share: each drafted depth has a small network and an output matrix of its own.
+"""What Medusa and Hydra share: a small network and an output matrix for each drafted depth.
 
 Head i at position t predicts token t + 2 + i. Shapes: B batch rows, T positions, H hidden, R_s drafts of depth s.
 """
@@ -27,7 +27,7 @@ from specheads.losses.targets import DraftTargets
 
 @dataclass(frozen=True)
 class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
-    """num_heads: depths drafted. num_layers: blocks of a head. decay: the loss of head i has weight decay^i. tap: the
+    """num_heads: depths drafted. num_layers: blocks per head. decay: the loss of head i has weight decay^i. tap: the
     layer read (default: the last, after the final norm)."""
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
@@ -77,7 +77,7 @@ class ResBlock(nn.Module):
 
 
 class DepthHeads(DraftVocabulary):
-    """A subclass gives the blocks of each depth and their input: `draft_rows` in training, `expander` in decoding."""
+    """A subclass defines each depth's block and its input: `draft_rows` in training, `expander` in decoding."""
 
     config: DepthHeadsConfig
 
@@ -120,7 +120,7 @@ class DepthHeads(DraftVocabulary):
 
     @abstractmethod
     def expander(self, context: Context, plan: Plan) -> Expand:
-        """Scores a tree below context.root level by level: head i scores the children of level i."""
+        """The `expand` with which a plan grows a tree below context.root: head i scores the children of level i."""
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config

@@ -1,4 +1,4 @@
-"""A sum over many rows, computed a chunk of rows at a time, so that the activations of one chunk are in memory at once.
+"""A sum over many rows, computed chunk by chunk, so that only one chunk's activations are in memory at a time.
 
 Shapes: R rows, C rows of a chunk.
 """
@@ -21,10 +21,10 @@ Cut = tuple[slice, list[slice]]  # the rows of a chunk, and the slice of each te
 
 
 def rows_of_chunk(width: int, device: torch.device) -> int:
-    """Rows whose logits over `width` tokens are computed at once.
+    """How many rows of logits over `width` tokens to compute at a time.
 
-    They fit into a CPU's cache or a small share of a GPU's memory. There are enough of them that adding up the gradient
-    of the output matrix, once a chunk, does not take most of the time.
+    Few enough to fit into a CPU's cache or a small share of a GPU's memory, but enough that accumulating the gradient
+    of the output matrix, once per chunk, does not take most of the time.
     """
     return max(256, (1 << 22) // width) if device.type == "cpu" else max(512, (1 << 26) // width)
 
@@ -35,12 +35,12 @@ def chunked_sum(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """(Σ of all that compute(rows, *chunks) yields, what it returns, concatenated along the first dimension).
 
-    tensors: at least one, each (R, …), cut into chunks of C rows; rows is the slice of them.
-    row_indices: if tensors after the first leave rows out, the index of each row they have: (R_i,), ascending, one
-      for each tensor after the first.
+    tensors: at least one, each (R, …), cut into chunks of C rows; `rows` is the slice of a chunk.
+    row_indices: if tensors after the first leave rows out, the indices of the rows they have: (R_i,), ascending, one
+      tensor for each after the first.
     compute: yields scalars that are differentiable in its chunks and in `parameters`, and returns a tuple of tensors
-      without gradients. Before it resumes, the gradients of the scalar are taken and its activations freed. So two
-      scalars must not share activations.
+      without gradients. Before it resumes, the yielded scalar's gradients are computed and its activations freed, so
+      two scalars must not share activations.
 
     The backward pass only scales these gradients, so it can run once. Linear + loss in chunks: Liger Kernel,
     arXiv:2410.10989.
@@ -83,8 +83,8 @@ def _concatenate(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 def _checkpointed_sum(
     compute: Compute, tensors: Sequence[Tensor], cuts: list[Cut]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same sum, with each chunk recomputed in the backward pass, when ZeRO-3 has gathered its parameters again.
-    A process with fewer rows than others computes empty chunks."""
+    """The same sum under ZeRO-3: each chunk is recomputed in the backward pass, where parameters are gathered again. A
+    process with fewer chunks than others computes empty ones."""
 
     def sum_chunk(*args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         values: list[Tensor] = []
@@ -104,7 +104,7 @@ def _checkpointed_sum(
 def calls_of_all(count: int, device: torch.device) -> int:
     """How often a process must call a module that its own data needs `count` times.
 
-    Under ZeRO-3 every process calls it equally often: each call gathers the parameters from all processes together.
+    Under ZeRO-3 every process must call it equally often, since each call gathers the parameters from all processes.
     """
     if not is_deepspeed_zero3_enabled() or not torch.distributed.is_initialized():
         return count
@@ -119,7 +119,7 @@ class _ChunkedSum(torch.autograd.Function):
         tensors, parameters = inputs[:count], inputs[count:]
         needed = [needs_grad and t.requires_grad for t in inputs]
         tensor_grads = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needed, strict=False)]
-        # Float32, because a sum in half precision would be rounded once a chunk.
+        # Float32, because a sum in half precision would be rounded at every chunk.
         parameter_grads = [
             torch.zeros_like(p, dtype=torch.float32 if p.element_size() < 4 else p.dtype) if need else None
             for p, need in zip(parameters, needed[count:], strict=True)

@@ -1,4 +1,4 @@
-"""Losses of head training, one value for each row.
+"""Losses of head training, one value per row.
 
 p: target probabilities, q: draft probabilities, both given as logarithms. Shapes: R rows, X outcomes (the draft
 vocabulary, or the likeliest tokens and the rest), H hidden, S depths.
@@ -35,14 +35,14 @@ def lk(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def lk_hybrid(log_q: Tensor, log_p: Tensor, sharpness: float = 3.0) -> Tensor:
-    """λ KL(p ‖ q) + (1 − λ)(1 − α) with λ = exp(−3 α), which has no gradient: KL where the draft is far off, then the
-    acceptance itself. LK losses, arXiv:2602.23881."""
+    """λ KL(p ‖ q) + (1 − λ)(1 − α) with λ = exp(−sharpness · α), detached: KL where the draft is far off, acceptance
+    where it is close. LK losses, arXiv:2602.23881."""
     alpha = overlap(log_q, log_p)
     share = (-sharpness * alpha.detach()).exp()
     return share * forward_kl(log_q, log_p) + (1 - share) * (1 - alpha)
 
 
-# By option: "kl" is the forward KL(p‖q), "kl_reversed" the reverse KL(q‖p).
+# By option name: "kl" is the forward KL(p‖q), "kl_reversed" the reverse KL(q‖p).
 DISTRIBUTION_LOSSES: dict[str, DistributionLoss] = {
     "ce": cross_entropy, "kl": forward_kl, "kl_reversed": reverse_kl, "js": js, "tv": tv, "lk": lk,
     "lk_hybrid": lk_hybrid,
@@ -76,7 +76,7 @@ def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
 
 
 def position_weights(chances: Tensor, floor: float) -> Tensor:
-    """D-PACE: probability of each depth's token in the draft (R, S) → weights (R, S): how many accepted tokens depend
-    on each depth j. w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) q + floor. arXiv:2605.18810."""
+    """D-PACE: the draft's probability of each depth's token (R, S) → weights (R, S), the expected accepted tokens that
+    depend on depth j: w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) q + floor. arXiv:2605.18810."""
     reached = ((1 - floor) * chances + floor).cumprod(1)
     return reached.flip(1).cumsum(1).flip(1)

@@ -1,4 +1,4 @@
-"""How many draft tokens would have been accepted: accepted length and accuracy per depth, as sums that add up exactly.
+"""How many draft tokens would have been accepted: accepted length and accuracy per depth, from sums that merge exactly.
 
 R positions where drafts started, S drafted depths. ranks (R, S): the rank of the base's own token in the draft of each
 depth, 0 if it is the draft's first choice, −1 outside the draft vocabulary. overlaps (R, S): α = Σ min(p, q), the
@@ -17,7 +17,7 @@ from specheads.decoding.planner import StaticTree
 
 
 def accepted_length(ranks: Tensor) -> float:
-    """1 + mean over positions of the leading run of first choices: the tokens that a pass over a drafted chain yields.
+    """1 + the mean length of the leading run of first choices: the tokens that one pass over a drafted chain yields.
 
     The 1 is the base's own token after the accepted ones. ValueError if there is no position.
     """
@@ -27,11 +27,11 @@ def accepted_length(ranks: Tensor) -> float:
 
 
 def depths_reached(tree: StaticTree, ranks: Tensor) -> Tensor:
-    """(R,) how many tokens of a static tree are accepted greedily if the base's own tokens have these ranks (R, S)."""
+    """(R,) how many tokens of a static tree are accepted greedily, given the ranks (R, S) of the base's own tokens."""
     choices = ((), *tree.choices)
     index = {choice: i for i, choice in enumerate(choices)}
     width = 1 + max(choice[-1] for choice in tree.choices)
-    # children[i, r]: child r of node i, or −1. The last row, all −1, has the children of node −1.
+    # children[i, r]: child r of node i, or −1. The last row, all −1, is for node −1.
     children = torch.tensor([[index.get((*choice, r), -1) for r in range(width)] + [-1] for choice in choices])
     children = torch.cat([children, torch.full_like(children[:1], -1)]).to(ranks.device)
     bounded = torch.where((ranks < 0) | (ranks >= width), width, ranks)
@@ -47,10 +47,11 @@ def depths_reached(tree: StaticTree, ranks: Tensor) -> Tensor:
 class AcceptanceMeter:
     """Counts over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.
 
-    tree: a static tree to count too. counts (2 + 2S,) int64, on the device of the ranks: positions; first choices at
-    each depth; leading runs that include each depth; accepted tokens of the tree. chances (1 + 2S,) float64: positions
-    with overlaps; Σ α at each depth; Σ of the products of α up to each depth. batches (4,) float64: their number; Σ s²,
-    Σ s·n and Σ n² over them, of s accepted tokens at n positions. None before the first ranks or overlaps.
+    tree: a static tree to count for, too. counts (2 + 2S,) int64, on the device of the ranks: positions; first choices
+    at each depth; leading runs that include each depth; accepted tokens of the tree. chances (1 + 2S,) float64:
+    positions with overlaps; Σ α at each depth; Σ of the products of α up to each depth. batches (4,) float64: how many
+    batches; Σ s², Σ s·n and Σ n² over them, for s accepted tokens at n positions. None before the first ranks or
+    overlaps.
     """
 
     tree: StaticTree | None = None
@@ -59,8 +60,7 @@ class AcceptanceMeter:
     batches: Tensor | None = None
 
     def add(self, ranks: Tensor | None, overlaps: Tensor | None = None) -> None:
-        """Count ranks and overlaps (R, S); None, from a batch too short to score, counts nothing. ValueError for
-        another S."""
+        """Count ranks and overlaps (R, S). None, from a batch too short to score: ignored. ValueError if S changes."""
         if ranks is None:
             return
         if ranks.ndim != 2:
@@ -88,8 +88,8 @@ class AcceptanceMeter:
             self.batches = _sum(self.batches, other.batches)
 
     def error(self) -> float | None:
-        """The standard error of the accepted length, from how batches differ, since neighbouring positions are alike:
-        that of a ratio of two sums over batches (linearised). None for fewer than two batches."""
+        """The standard error of the accepted length, from the variation between batches, since neighbouring positions
+        are correlated: that of a ratio of two sums over batches (linearised). None for fewer than two batches."""
         if self.counts is None or self.batches is None:
             return None
         positions, *rest, _ = self.counts.tolist()
@@ -101,14 +101,14 @@ class AcceptanceMeter:
         return math.sqrt(spread * number / (number - 1)) / positions
 
     def compute(self) -> dict[str, float]:
-        """The report, by name, for depths k = 1 … S:
+        """The metrics by name, for depths k = 1 … S:
 
         accepted_length: of a greedy chain. accepted_length_error: its standard error, with two batches or more.
         accuracy_depth_k: the share of first choices. conditional_accuracy_depth_k: that share among positions where
           every earlier depth was a first choice; left out if there are none.
         accepted_length_tree: of the tree, if it has at most S depths.
-        acceptance_depth_k: the mean α, with overlaps. accepted_length_sampled: of a chain sampled at temperature 1, for
-          texts that the base itself would write.
+        acceptance_depth_k: the mean α, if overlaps were counted. accepted_length_sampled: of a chain sampled at
+          temperature 1, for texts that the base itself would write.
 
         ValueError if nothing was counted.
         """
@@ -152,7 +152,7 @@ def _sum(total: Tensor | None, more: Tensor) -> Tensor:
 
 @dataclass
 class TrainingMeter:
-    """What training logs since the last log: acceptance, and every loss term as a mean over supervised tokens."""
+    """What training counts between two logs: acceptance, and every loss term as a mean over supervised tokens."""
 
     acceptance: AcceptanceMeter = field(default_factory=AcceptanceMeter)
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class TrainingMeter:
         self, ranks: Tensor | None, terms: dict[str, Tensor], num_items: Tensor | float, tokens: Tensor,
         overlaps: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """One batch. terms: divided by num_items. tokens (): the supervised tokens of this batch."""
+        """Add one batch. terms: already divided by num_items. tokens (): the batch's number of supervised tokens."""
         self.acceptance.add(ranks, overlaps)
         for name, term in terms.items():
             # float64, so that the order of batches makes no difference
@@ -171,7 +171,7 @@ class TrainingMeter:
         self.tokens = tokens if self.tokens is None else self.tokens + tokens
 
     def state(self) -> dict[str, list[float]]:
-        """Plain numbers, to gather from every process; one transfer from the device for each kind."""
+        """The sums as plain numbers, to gather from every process; one transfer from the device per kind."""
         counts, chances = self.acceptance.counts, self.acceptance.chances
         names = list(self.sums)
         values = torch.stack([self.sums[name] for name in names]).tolist() if names else []
@@ -185,7 +185,7 @@ class TrainingMeter:
 
     @classmethod
     def of_states(cls, states: list[dict[str, list[float]]], device: torch.device) -> TrainingMeter:
-        """The meter of everything that the meters of these `state()`s counted."""
+        """The meter that adds up the meters with these `state()`s."""
         meter = cls()
         for state in states:
             meter.acceptance.merge(_acceptance(state, device))
@@ -198,7 +198,7 @@ class TrainingMeter:
 
     @staticmethod
     def combined(states: list[dict[str, list[float]]], tree: StaticTree | None = None) -> dict[str, float]:
-        """The report over the states of all processes, whose meters counted that tree; without acceptance if no
+        """The metrics over the states of all processes, whose meters counted for `tree`; without acceptance if no
         position was scored."""
         meter = TrainingMeter.of_states(states, torch.device("cpu"))
         acceptance, tokens = meter.acceptance, 0 if meter.tokens is None else int(meter.tokens)

@@ -1,4 +1,4 @@
-"""The training loss of a head: each draft against the base's distribution of the same token, in chunks of positions.
+"""The training loss of a head: each draft compared with the base's distribution of the same token, in chunks.
 
 Shapes: R supervised positions, R_s those with draft s, D depths, S drafts of a position, C positions of a chunk, C_s
 those with draft s, V vocabulary, Vd draft vocabulary, H hidden. R' starts with all D drafts. See targets.py.
@@ -27,7 +27,7 @@ Project = Callable[[Tensor, int], Tensor]  # rows of draft s (C_s, H) → draft 
 class Scores:
     """Losses, ranks and overlaps of the drafts of a batch.
 
-    total: Σ of weighted losses. depths (D,): Σ at each depth, without the weights of depths.
+    total: Σ of weighted losses. depths (D,): Σ at each depth, without the depth weights.
     ranks (R', D) int64: the rank of the base's token in each draft of a start; −1 outside the draft vocabulary.
     overlaps (R', D) or None: α = Σ min(p, q) of the same drafts; alphas (R, S): α by target.
     """
@@ -39,7 +39,7 @@ class Scores:
     alphas: Tensor | None
 
     def terms(self, denominator: Tensor | float) -> dict[str, Tensor]:
-        """What DraftHead.loss reports of them."""
+        """The terms that DraftHead.loss reports."""
         terms = {f"loss_depth_{k}": loss / denominator for k, loss in enumerate(self.depths, 1)}
         terms["ranks"] = self.ranks
         if self.overlaps is not None:
@@ -49,8 +49,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Objective:
-    """loss: (name, weight) pairs. depth_weights: one for each depth, 0 if its drafts are only scored. pace: the floor
-    of D-PACE's weights, or None."""
+    """loss: (name, weight) pairs. depth_weights: one per depth, 0 if its drafts are only scored. pace: the floor of
+    D-PACE's weights, or None."""
 
     loss: tuple[tuple[str, float], ...]
     depth_weights: tuple[float, ...]
@@ -68,13 +68,13 @@ class Objective:
         vocab_size: int,
         overlaps: bool = False,
     ) -> Scores:
-        """rows: of each draft s (R_s, H). parameters: what `project` is differentiable in besides its rows."""
-        # The base's logits and those of one draft are in memory at once.
+        """rows: the outputs of each draft s, (R_s, H). parameters: what `project` is differentiable in besides rows."""
+        # The base's logits and those of one draft are in memory together.
         chunk = rows_of_chunk(vocab_size + (vocab_size if draft is None else len(draft.ids)), rows[0].device)
         weights = self._weights(targets, rows, project, draft, chunk)
         scorer = _Scorer(self, targets, teacher, project, draft, weights, self._trained(len(rows)), overlaps)
         # Only starts with all their drafts are ranked. If nothing else needs the base's distribution, it is computed
-        # for those alone.
+        # only for those.
         complete = targets.complete
         needs_teacher = (targets.valid if scorer.needs_probs else complete).any(1).nonzero().squeeze(1)
         scored = [targets.indices_of(s) for s in range(len(rows))]
@@ -96,7 +96,7 @@ class Objective:
 
     @property
     def soft(self) -> list[tuple[DistributionLoss, float]]:
-        """The terms that compare with the base's distribution, and their weights."""
+        """The terms that compare drafts with the base's distribution, and their weights."""
         return [(DISTRIBUTION_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
 
     def losses(self, log_q: Tensor, token: Tensor, p: TeacherProbs | None, draft: DraftIds | None) -> Tensor:
@@ -113,8 +113,9 @@ class Objective:
         return loss
 
     def _trained(self, num_drafts: int) -> list[bool]:
-        """Which drafts are trained on; the others are only scored. It does not depend on which drafts a batch has:
-        launchers add gradients up across processes in the order they arrive, so all must have the same parameters'."""
+        """Which drafts are trained on; the others are only scored. This must not depend on which drafts a batch has:
+        gradients are reduced across processes in the order they arrive, so all need gradients of the same parameters.
+        """
         trained = [weight > 0 for weight in self.depth_weights]
         return trained if num_drafts == len(trained) else [any(trained)] * num_drafts
 
@@ -128,8 +129,8 @@ class Objective:
         if self.pace is None:
             return weights
         chances = _chances(targets, rows, project, draft, chunk)
-        # By start: the weight at depth j is what all deeper drafts of the same start stand to gain. The depths that an
-        # evaluation only scores, the last, are none of them.
+        # By start: the weight at depth j is what all deeper drafts of the same start stand to gain. The last depths,
+        # which an evaluation only scores, do not count.
         trained = sum(weight > 0 for weight in self.depth_weights)
         by_start = position_weights(targets.scatter_by_start(chances)[:, :trained], self.pace)
         return weights * by_start[targets.starts, targets.depths.clamp_max(trained - 1)]
@@ -137,7 +138,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class _Scorer:
-    """What all chunks of a batch share. weights (R, S) of the losses; trained: by draft, else it is only scored."""
+    """What all chunks of a batch share. weights (R, S): of the losses; trained: which drafts are trained on."""
 
     objective: Objective
     targets: DraftTargets
@@ -150,14 +151,14 @@ class _Scorer:
 
     @property
     def needs_probs(self) -> bool:
-        """Whether more than ranks compares drafts with the base's distribution."""
+        """Whether anything besides ranks needs the base's distribution."""
         return bool(self.objective.soft) or self.overlaps
 
     def score_chunk(self, span: slice, _: Tensor, needs_teacher: Tensor, *by_draft: Tensor) -> Steps:
         """Yields the weighted loss of each trained draft, and returns losses, ranks and overlaps (C, S).
 
-        needs_teacher: indices of the positions whose teacher probabilities are needed. by_draft: for each draft the
-        indices of its positions (C_s,), then for each those that are ranked, then for each its rows (C_s, H).
+        needs_teacher: indices of the positions whose teacher probabilities are needed. by_draft: the indices (C_s,) of
+        each draft's positions, then those of each that are ranked, then each draft's rows (C_s, H).
         """
         probs = teacher_probs_at(self.teacher, self.targets, needs_teacher, self.draft)
         shape, count = (span.stop - span.start, len(self.trained)), len(self.trained)
@@ -184,7 +185,7 @@ class _Scorer:
 
     @torch.no_grad()
     def _ranks(self, logits: Tensor, scored: Tensor, ranked: Tensor, best: Tensor) -> Tensor:
-        """The rank of the base's token at the ranked ones of the scored positions."""
+        """The rank of the base's token at positions `ranked`, a subset of `scored`."""
         if len(ranked) < len(scored):
             logits = logits[torch.searchsorted(scored, ranked)]
         return rank_of(logits, in_draft(best, self.draft))
@@ -192,7 +193,7 @@ class _Scorer:
 
 @torch.no_grad()
 def _overlaps(log_q: Tensor, p: TeacherProbs) -> Tensor:
-    """(C_s,) α over all tokens: what the draft vocabulary lacks is rejected."""
+    """(C_s,) α over all tokens: those outside the draft vocabulary count as rejected."""
     return overlap(p.outcomes(log_q), p.log_p + p.mass.log().unsqueeze(1))
 
 
@@ -239,10 +240,10 @@ def in_draft(tokens: Tensor, draft: DraftIds | None) -> Tensor:
 def rank_of(logits: Tensor, token: Tensor) -> Tensor:
     """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it; −1 where token is −1.
 
-    Of equally likely tokens the lower id is drafted first, as argmax has it.
+    On ties the lower id is drafted first, as in argmax.
     """
     score = logits.gather(1, token.clamp_min(0).unsqueeze(1))
-    # Comparisons written as floats are summed several times faster than booleans; exact below 2^24 tokens.
+    # Comparisons stored as floats sum several times faster than booleans; exact below 2^24 tokens.
     flags = torch.empty_like(logits)
     before = torch.gt(logits, score, out=flags).sum(1).long()
     if logits.device.type != "cpu" or bool((torch.eq(logits, score, out=flags).sum(1) > 1).any()):

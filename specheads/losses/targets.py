@@ -1,7 +1,7 @@
-"""Draft targets: the supervised positions of a batch, and where the drafts of each started.
+"""Draft targets: the supervised positions of a batch, and where the drafts for each started.
 
-Position u of a text has the target x[u+1]. The draft of it at depth s (0 is the first) started at position u − 1 − s,
-where the head had read the text up to and including the next token, x[u − s].
+Position u of a text has the target x[u+1]. Its draft at depth s (0 is the first) started at position u − 1 − s, where
+the head had read the text up to and including the next token, x[u − s].
 Shapes: B batch rows, T positions, R supervised positions, D depths, S drafts of a position.
 """
 
@@ -18,9 +18,8 @@ class DraftTargets:
     """The supervised positions of a batch and where their drafts started.
 
     positions (R,), and starts (R, S) of their drafts: indices into the flattened batch of `size` = B · T positions.
-    tokens (R,): the targets. depths (R, S) of the drafts, of num_depths = D.
-    weights (R, S): how many drafts each represents; 0 if none of that depth started in the same document, or if it was
-      not sampled.
+    tokens (R,): the targets. depths (R, S): of the drafts, below num_depths = D.
+    weights (R, S): how many drafts each represents; 0 if its start is not in the same document, or was not sampled.
     """
 
     positions: Tensor
@@ -49,29 +48,29 @@ class DraftTargets:
 
     @property
     def valid(self) -> Tensor:
-        """(R, S) whether there is such a draft."""
+        """(R, S) whether the draft exists."""
         return self.weights > 0
 
     @property
     def complete(self) -> Tensor:
-        """(R, S) whether there is such a draft, and its start has all D drafts."""
+        """(R, S) whether the draft exists, and its start has all D drafts."""
         all_drafts = self.scatter_by_start(self.valid).all(1)
         return all_drafts[self.starts] & self.valid
 
     def indices_of(self, draft: int) -> Tensor:
-        """(R_s,) the indices, ascending, of the supervised positions that have draft s."""
+        """(R_s,) the ascending indices of the supervised positions that have draft s."""
         return self.valid[:, draft].nonzero().squeeze(1)
 
     def starts_of(self, draft: int) -> Tensor:
-        """(R_s,) where those drafts started."""
+        """(R_s,) where the drafts s started."""
         return self.starts[self.valid[:, draft], draft]
 
     def gather_starts(self, values: Tensor, draft: int) -> Tensor:
-        """Values at starts (B, T, …) → those of draft s, in the order of their targets (R_s, …)."""
+        """Values at starts (B, T, …) → those of the drafts s, in the order of their targets (R_s, …)."""
         return values.flatten(0, 1)[self.starts_of(draft)]
 
     def scatter_by_start(self, values: Tensor) -> Tensor:
-        """Values by target (R, S) → by start (B · T, D); 0 where there is no such draft."""
+        """Values by target (R, S) → by start (B · T, D); 0 where there is no draft."""
         count = self.size * self.num_depths
         index = torch.where(self.valid, self.starts * self.num_depths + self.depths, count)
         scattered = values.new_zeros(count + 1).scatter(0, index.flatten(), values.flatten())

@@ -35,7 +35,7 @@ from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProb
 
 
 class Teacher(Protocol):
-    """Positions (R,) are indices into the flattened batch."""
+    """A source of the base's distributions. Positions (R,) are indices into the flattened batch."""
 
     def probs(self, positions: Tensor, draft: DraftIds | None) -> TeacherProbs:
         """The base's distributions, renormalised over the draft vocabulary, without gradients."""
@@ -43,7 +43,7 @@ class Teacher(Protocol):
 
 
 class LiveTeacher(ABC):
-    """A base in memory. `project(rows(positions))` has gradients, for a base that is trained too."""
+    """A base in memory. `project(rows(positions))` has gradients, for a base that is being trained too."""
 
     @abstractmethod
     def rows(self, positions: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class LiveTeacher(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WholeLogits(LiveTeacher):
-    """From the base's own logits (B · T, V), if `logits_of` its last hidden state would not give them."""
+    """From the base's own logits (B · T, V), for a base whose logits `logits_of` cannot reproduce."""
 
     logits: Tensor
 
@@ -76,7 +76,7 @@ class WholeLogits(LiveTeacher):
 
 @dataclass(frozen=True, slots=True)
 class LastHidden(LiveTeacher):
-    """From the base's last hidden states (B · T, H) and its output matrix: logits at the requested positions alone."""
+    """From the base's last hidden states (B · T, H) and its output matrix: logits only at the requested positions."""
 
     hidden: Tensor
     lm_head: Callable[[Tensor], Tensor]
@@ -90,7 +90,8 @@ class LastHidden(LiveTeacher):
 
 @dataclass(frozen=True, slots=True)
 class TopKTail:
-    """From the K likeliest tokens of each position, the likeliest first: ids, log_p (B · T, K), tail (B · T,)."""
+    """From the K likeliest tokens at each position, likeliest first: ids, log_p (B · T, K), and `tail` (B · T,), the
+    log-probability of all others."""
 
     ids: Tensor
     log_p: Tensor
@@ -103,7 +104,7 @@ class TopKTail:
         full = at_least_float32(logits)
         total = full.logsumexp(-1)
         top, ids = full.topk(min(k, full.shape[-1]), dim=-1)
-        # topk may put any of equally likely tokens first; the first must be the one that argmax gives.
+        # On ties topk may put any token first; it must be the one that argmax gives.
         best = likeliest(logits).unsqueeze(-1)
         ids = ids.scatter(-1, (ids == best).long().argmax(-1, keepdim=True), ids[:, :1])
         ids[:, :1] = best
@@ -126,14 +127,14 @@ _gives_logits: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def gives_logits(base: PreTrainedModel) -> bool:
-    """`lm_head_gives_logits`, tried once for each base."""
+    """`lm_head_gives_logits`, tested once for each base."""
     if base not in _gives_logits:
         _gives_logits[base] = lm_head_gives_logits(base)
     return _gives_logits[base]
 
 
 def packed_mask(base: PreTrainedModel, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
-    """The base's attention mask that keeps the documents (B, T) of packed rows from seeing one another."""
+    """The base's attention mask under which documents (B, T) in packed rows do not see one another."""
     attention = getattr(text_config(base), "_attn_implementation", None)
     if attention not in MASKED_ATTENTION:
         raise ValueError(

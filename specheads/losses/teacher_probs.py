@@ -1,7 +1,7 @@
-"""The base's distribution of the next token at some positions, which losses compare drafts with.
+"""The base's distribution of the next token at some positions, with which losses compare drafts.
 
-It is known for every token, or for the likeliest. Shapes: R positions, V vocabulary, Vd draft vocabulary, X outcomes
-compared, K likeliest tokens.
+It is known for every token, or only for the likeliest. Shapes: R positions, V vocabulary, Vd draft vocabulary, X
+outcomes compared, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TeacherProbs(Protocol):
     @property
     def mass(self) -> Tensor: ...
     def outcomes(self, log_q: Tensor) -> Tensor:
-        """The draft's log-probabilities (R, Vd) → over the same outcomes (R, X)."""
+        """The draft's log-probabilities over tokens (R, Vd) → over the same outcomes (R, X)."""
         ...
 
     def at(self, rows: Tensor) -> TeacherProbs:
@@ -109,7 +109,7 @@ NEVER = -1e30  # log-probability of an impossible outcome: finite, because 0 · 
 class TopKTeacherProbs:
     """A distribution known for K tokens: X = K + 1 outcomes, these and the tail, the rest of the draft vocabulary.
 
-    draft_ids (R, K): of the K tokens in the draft vocabulary, −1 outside; tokens outside have probability 0. How much
+    draft_ids (R, K): the K tokens' ids in the draft vocabulary, −1 outside; tokens outside have probability 0. How much
     of the tail lies outside is unknown. All of it is taken to lie inside, where the frequent tokens are, unless the K
     tokens include the whole draft vocabulary. So mass is too large by at most the tail, and Σ min(p, q) over the
     outcomes is no smaller than over the tokens.

@@ -1,1 +1,1 @@
-"""A base and its draft head as one model: built by convert(), saved, loaded, quantised, written in other formats."""
+"""A base and its draft head as one model: converting, saving, loading, quantising, exporting to other formats."""

@@ -15,7 +15,7 @@ from specheads.models.files import absolute
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
-    """A head with these (complete) options, on the device where the base takes its inputs."""
+    """A head with these (complete) options, on the base's input device."""
     with torch.device(input_device(base)):
         return HEADS[config.kind](config)
 
@@ -23,7 +23,7 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
 def build_spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
     """The checkpoint config of a head with these (complete) options beside `base`."""
     name = getattr(base, "name_or_path", None) or None
-    # Absolute from here on: by the time of saving the process may be in another directory.
+    # Absolute, because the process may be in another directory by the time it saves.
     described = SpecConfig.of(
         config, name and absolute(name), commit_of(base), fingerprint_base(base), quantization_of(base)
     )

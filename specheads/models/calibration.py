@@ -1,4 +1,4 @@
-"""The static tree that suits a head, counted on data: the ranks that its drafts gave to the tokens that followed.
+"""The best static tree for a head, counted on data: by the ranks that its drafts gave to the tokens that followed.
 
 Shapes: R scored positions, S drafted depths; ranks (R, S) as DraftHead.loss reports them.
 """
@@ -31,7 +31,7 @@ def measure_ranks(
 ) -> Tensor:
     """Ranks (R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
 
-    report(share of rows done). ValueError if every row is unsupervised, or shorter than what the head drafts.
+    report: called with the share of rows done. ValueError if every row is unsupervised, or shorter than a draft.
     """
     was_training = model.training
     model.eval()
@@ -56,9 +56,9 @@ def calibrate_tree(ranks: Tensor, num_nodes: int, max_depth: int | None = None) 
     """The static tree of `num_nodes`, including the root, with the most accepted tokens at these positions.
 
     A node's value is the share of positions whose true tokens have the ranks of its path. It is never above its
-    parent's, so the best nodes form a tree. Counts are joint: depths are not assumed to be independent. Ranks beyond
-    those that a head keeps in its default tree are left out. ValueError if no draft was ever right. After Medusa,
-    arXiv:2401.10774, which multiplies accuracies.
+    parent's, so the best nodes form a tree. Counts are joint: depths are not assumed to be independent. Ranks too high
+    for a default tree are left out. ValueError if no draft was ever right. After Medusa, arXiv:2401.10774, which
+    multiplies accuracies.
     """
     if not 2 <= num_nodes <= MOST_NODES:
         raise OptionError(f"{{num_nodes}} must be 2, the root and one draft, to {MOST_NODES}", num_nodes=num_nodes)

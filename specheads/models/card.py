@@ -1,4 +1,4 @@
-"""The model card of a head, written from the files of its training run: figures, recipe, curves."""
+"""The model card of a head, written from the files of its training run: metrics, recipe, curves."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from specheads.models.run_files import CURVES, RECIPE, history, numbers, results
 from specheads.options import read_yaml
 from specheads.version import __version__
 
-_SHOWN = 8  # evaluations listed at most
+_SHOWN = 8  # at most so many evaluations are listed
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """A training run: its final metrics, its log, its recipe as YAML, other lines on how the head was trained, whether
-    there is a picture of its curves, and the step whose head was restored at its end, where one was."""
+    """A training run: its final metrics, its log, its recipe as YAML, further paragraphs on how the head was trained,
+    whether there is a plot of its curves, and the step whose head was restored at the end, if any."""
 
     results: Mapping[str, Any] = field(default_factory=dict)
     history: Sequence[Mapping[str, Any]] = ()
@@ -50,11 +50,13 @@ def card(
     license: str | None = None,
 ) -> str:  # fmt: skip
     """Markdown that begins with the hub's metadata. run: the folder of the run (default: where the head was loaded
-    from, unless it has changed since); what is missing there is left out. license: of the head, a name that the hub
-    knows."""
+    from, unless it has changed since); what is missing there is left out. license: the head's, a name known to the hub.
+    """
     folder = run or run_of(config.name_or_path, head)
     known = TrainingRecord.of_folder(Path(folder)) if folder and Path(folder).is_dir() else TrainingRecord()
-    given = "" if on_the_hub(_named(config)) else ', base="path/to/the/base"'  # a base off the hub is not named
+    given = (
+        "" if on_the_hub(_named(config)) else ', base="path/to/the/base"'
+    )  # a base that is not on the hub is not named
     return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
 
 
@@ -62,7 +64,7 @@ def text(
     config: SpecConfig, head: DraftHead, run: TrainingRecord, source: str, served: str,
     license: str | None = None,
 ) -> str:  # fmt: skip
-    """The card. source: the arguments of from_pretrained() that load the head; served: the section on other servers."""
+    """The card. source: the from_pretrained() arguments that load the head; served: the section on other servers."""
     kind, named = head.config.kind, _named(config)
     base = _public(named)
     metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
@@ -95,7 +97,7 @@ def write(
     folder: Path, config: SpecConfig, base: PreTrainedModel, head: DraftHead, run: Any = None, *, repo_id: str,
     license: str | None = None,
 ) -> None:  # fmt: skip
-    """Write README.md into `folder`, and the picture that it shows."""
+    """Write README.md into `folder`, and the plot that it shows."""
     found = run or run_of(config.name_or_path, head)
     (folder / "README.md").write_text(card(config, base, head, found, repo_id=repo_id, license=license), "utf8")
     if found and (picture := Path(found) / CURVES).is_file():
@@ -119,9 +121,9 @@ def _named(config: SpecConfig) -> str:
 
 
 def _measured(run: TrainingRecord) -> list[str]:
-    """The section on accepted length and accuracy by depth, finally and over the steps."""
+    """The section on accepted length and accuracy by depth, final and over the run."""
     last: dict[str, Any] = {}
-    for log in run.history:  # each evaluation's, and of several the last of this head
+    for log in run.history:  # the last value of each metric, up to the restored step
         if run.restored_step is None or log.get("step", 0) <= run.restored_step:
             last |= {name: value for name, value in log.items() if name.startswith("eval_")}
     last |= run.results
@@ -147,7 +149,7 @@ def _measured(run: TrainingRecord) -> list[str]:
 
 
 def _held_out_sets(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Name → what its figures begin with, `eval_NAME_`, of each held-out set; the name of a single one may be ""."""
+    """Held-out set → the prefix of its metrics, `eval_NAME_`; the name of a single set may be ""."""
     found = (re.fullmatch(r"(eval_(?:(.+)_)?)accepted_length", figure) for figure in figures)
     return {match[2] or "": match[1] for match in found if match}
 
@@ -164,7 +166,7 @@ def _depth_table(figures: Mapping[str, Any], name: str, prefix: str) -> str:
 
 
 def _step_table(history: Sequence[Mapping[str, Any]], name: str, prefix: str) -> str:
-    """The course of one held-out set over the run; "" for fewer than two evaluations."""
+    """One held-out set's metrics over the run; "" for fewer than two evaluations."""
     evaluated = [log for log in history if f"{prefix}accepted_length" in log and "step" in log]
     if len(evaluated) < 2:
         return ""
@@ -179,7 +181,7 @@ def _step_table(history: Sequence[Mapping[str, Any]], name: str, prefix: str) ->
 
 
 def _trained(config: SpecConfig, run: TrainingRecord) -> list[str]:
-    """The section on data and options of the run; of files only their names."""
+    """The section on data and options of the run; paths are cut to their last part."""
     parts = list(run.trained)
     if (longest := config.trained_length) is not None:
         parts.append(f"The longest text it was trained on has {longest} tokens.")
@@ -204,7 +206,7 @@ def on_the_hub(name: str) -> bool:
 
 
 def _public(name: str) -> str:
-    """A hub id unchanged, else the last part of a path: the rest of it means nothing on another machine."""
+    """A hub id unchanged; of a path only the last part, since the rest means nothing on another machine."""
     return name if on_the_hub(name) else Path(name).name
 
 

@@ -47,7 +47,7 @@ logger = hf_logging.get_logger(__name__)
 
 
 class LoadedParts(NamedTuple):
-    """What a checkpoint loads as: the model's config, its base and its head, both with their weights."""
+    """What load() returns: the model's config, and its base and head with their weights."""
 
     config: SpecConfig
     base: PreTrainedModel
@@ -57,7 +57,7 @@ class LoadedParts(NamedTuple):
 def save(
     directory: Any, config: SpecConfig, head: HeadConfig, state_dict: dict[str, Tensor], names: Collection[str]
 ) -> None:
-    """Write the head and its adapters from the state dict of a SpecModel. names: of the checkpoint's tensors.
+    """Write the head and its adapters from the state dict of a SpecModel. names: the tensors to be saved.
 
     The weights file holds the config too and is replaced in one step, so a crash leaves a consistent checkpoint.
     """
@@ -79,7 +79,7 @@ def save(
         if missing := sorted(set(names) - set(tensors)):
             raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
     _refuse_other_models(folder)
-    folder.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead to a folder that is not there yet
+    folder.resolve().mkdir(parents=True, exist_ok=True)  # a link may point to a folder that does not exist yet
     written = config.to_diff_dict()
     written["head"] = head.to_dict()  # as it is in memory now
     written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)
@@ -87,15 +87,15 @@ def save(
 
 
 def save_default_tree(directory: Any, tree: tuple[tuple[int, ...], ...]) -> None:
-    """Make the static tree of these choices the default of the checkpoint in `directory`; all else stays as it was
-    saved, the base that it names too."""
+    """Make the static tree of these choices the default of the checkpoint in `directory`; all else, such as the base it
+    names, stays as it was saved."""
     saved = read(directory)
     saved.config.head = saved.config.head | {"tree": replace(saved.head, tree=tree).tree}
     _write(saved.folder, saved.config.to_diff_dict(), saved.tensors)
 
 
 def correct_copied_name(source: Path, copy: Path) -> None:
-    """Where config.json in `copy` is that of the checkpoint in `source`, name a local base by its path from there."""
+    """If `copy` has the config.json of the checkpoint in `source`, make its path to a local base relative to `copy`."""
     text, path = (source / CONFIG).read_text("utf8"), copy / CONFIG
     name = json.loads(text)["base_model_name_or_path"]
     if not path.is_file() or path.read_text("utf8") != text or not name or not is_local(name):
@@ -116,9 +116,9 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _refuse_other_models(folder: Path) -> None:
-    """CheckpointError for a folder that holds another model, such as the base, which the head would replace."""
+    """CheckpointError for a folder that holds another model, such as the base, which saving would overwrite."""
     if not (folder / CONFIG).is_file() or (there := read_table(folder / CONFIG, most=None)) is None:
-        return  # a config cut short is written anew
+        return  # a truncated config is overwritten
     if (kind := there.get("model_type")) != SpecConfig.model_type:
         what = f"a {shortened(kind)} model" if kind else "another program's model"
         raise CheckpointError(f"{folder} holds {what}, which the head's files would replace; save elsewhere")
@@ -136,15 +136,15 @@ def load(
 ) -> LoadedParts:
     """Load config, base and head from a directory or hub id, in this library's format or one of formats/.
 
-    dtype: of both, or of the head alone if the base is in memory. None: the base as it was saved, and the head in the
+    dtype: of both, or only of the head if the base is in memory. None: the base as it was saved, and the head in the
     base's dtype; "auto": each as it was saved.
-    config: of the checkpoint, as Auto classes pass it; only its attention implementation is used, since the weights
+    config: the checkpoint's, as Auto classes pass it; only its attention implementation is used, since the weights
     file has its own config. allow_pickle: read a foreign format's pickles too, tensors only. allow_nonfinite: accept
-    NaN and Inf among the head's weights. Other arguments go to the loading of the base. CheckpointError says what is
-    wrong and where.
+    NaN and Inf among the head's weights. Other arguments are for loading the base. CheckpointError says what is wrong
+    and where.
     """
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
-    for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
+    for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # they are for the head's repository, not the base's
         kwargs.pop(name, None)
     torch_dtype = kwargs.pop("torch_dtype", None)
     dtype = torch_dtype if dtype is None else dtype
@@ -161,7 +161,7 @@ def load(
         return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
     saved = read(source, **hub)
     in_memory = not (base is None or isinstance(base, str | os.PathLike))
-    if allow_nonfinite:  # of the head alone: with such adapters the decoded model would write no text
+    if allow_nonfinite:  # only in the head: with such adapters the base could not decode
         refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
     else:
         refuse_nonfinite(source, saved.tensors)
@@ -184,8 +184,8 @@ def load(
 
 
 def _record_base(config: SpecConfig, base: PreTrainedModel, folder: Path, as_recorded: bool) -> None:
-    """Write into the config which base is loaded: later saves name it. as_recorded: it is the one that the config, read
-    from `folder`, named."""
+    """Record in the config which base is loaded, for later saves. as_recorded: it is the one named by the config, which
+    was read from `folder`."""
     named = getattr(base, "name_or_path", None) or _resolved(config, folder)
     config.base_model_name_or_path = named and absolute(named)
     config.base_revision = commit_of(base) or (config.base_revision if as_recorded else None)
@@ -197,7 +197,7 @@ def _record_base(config: SpecConfig, base: PreTrainedModel, folder: Path, as_rec
 def _attach_saved(saved: SavedHead, base: PreTrainedModel, dtype: torch.dtype | None, source: Any) -> None:
     """Put the saved adapters on the base. CheckpointError, leaving the base as it was, if they do not fit it."""
     assert saved.config.joint is not None
-    # By the names of the tensors, not by target_modules, which may be a stranger's regular expression.
+    # From the tensors' names, not from target_modules, which may be a regular expression from an untrusted file.
     modules = adapted_modules(saved.tensors)
     if not modules:
         raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
@@ -213,11 +213,11 @@ def _attach_saved(saved: SavedHead, base: PreTrainedModel, dtype: torch.dtype | 
 
 
 def _filled_head(saved: SavedHead, base: PreTrainedModel) -> DraftHead:
-    """A head with the saved weights, beside the base and on its device."""
+    """A head with the saved weights, on the base's device."""
     head = build_head(saved.head, base)
     device = next(head.parameters()).device
-    # Copied, since a tensor of a safetensors file is a view of the file, which may be written to later.
-    # In one dtype, which layers need: the widest, which holds every value exactly.
+    # Copied, since tensors of a safetensors file are views of the file, which may be overwritten later.
+    # Converted to one dtype, which layers need: the widest, which holds every value exactly.
     of_head = head_tensors(saved.tensors)
     apart = {name for name, t in of_head.items() if not t.is_floating_point() or name.endswith(WIDE)}
     dtype = widest_dtype(t for name, t in of_head.items() if name not in apart)
@@ -230,12 +230,12 @@ def _filled_head(saved: SavedHead, base: PreTrainedModel) -> DraftHead:
 
 
 def in_dtype(head: DraftHead, dtype: torch.dtype | None) -> DraftHead:
-    """The head in this dtype; as it is for None, and for eight bits, of a quantised base, in which nothing computes."""
+    """The head in this dtype; unchanged for None, and for the 8-bit storage dtype of a quantised base."""
     return head if dtype is None or dtype.itemsize < 2 else head.to(dtype)
 
 
 def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
-    """CheckpointError if the head's options leave a size to the base, or need layers or tokens that it lacks."""
+    """CheckpointError if the head's options leave out a size, or need layers or tokens that the base lacks."""
     try:
         filled = saved.head.with_base_defaults(text_config(base))
     except ValueError as error:
@@ -248,7 +248,7 @@ def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
 def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
     """Copy saved adapters into the base's. CheckpointError if they do not fit.
 
-    dtype: None for the one they were saved in (the widest of several)."""
+    dtype: None for the one they were saved in (the widest if several)."""
     own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
     wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if wrong:
@@ -260,8 +260,8 @@ def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: t
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
     """Compare the fingerprint `own` of a base with the one that the head was trained for.
 
-    CheckpointError if sizes differ. A warning if only weights differ, as in a fine-tune: the text is right (with
-    adapters it is another), but fewer drafts are accepted."""
+    CheckpointError if sizes differ. A warning if only weights differ, as in a fine-tune: fewer drafts are accepted,
+    though the text is right (unless there are adapters, which change it)."""
     of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
     recorded = {**of_head, **config.base_fingerprint}
     weights = recorded.pop("weights", None)
@@ -284,9 +284,9 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
 def _base_beside(
     source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], options: dict[str, Any]
 ) -> PreTrainedModel:
-    """The base for a head: the one given in memory, or the one named by `base` or by the config, loaded.
+    """The base for a head: given in memory, or loaded by the name in `base` or in the config.
 
-    ValueError for options of loading, other than dtype, with a base in memory."""
+    ValueError for loading options, other than dtype, with a base in memory."""
     if base is None or isinstance(base, str | os.PathLike):
         return _load_base(source, base, config, folder, hub, **options)
     if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):

@@ -1,4 +1,4 @@
-"""SpecConfig: what config.json of a head checkpoint holds."""
+"""SpecConfig: the contents of a head checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specheads.heads import HEADS, HeadConfig, head_kind
 class SpecConfig(PreTrainedConfig):
     """The head's options, and the base it was trained for.
 
-    base_class: the class of that base (None: not recorded). base_quantization: how it was quantised. joint: options of
-    the adapters that were trained with the head, if any. trained_length: tokens of the longest text it was trained on
-    (None: not recorded)."""
+    base_class: that base's class (None: not recorded). base_quantization: how it was quantised. joint: options of the
+    adapters trained with the head, if any. trained_length: tokens of the longest text it was trained on (None: not
+    recorded)."""
 
     model_type = "specheads"
 

@@ -34,10 +34,10 @@ def convert(
     """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
 
     base: a Hugging Face decoder-only model, or its name. head: a name from `heads.HEADS`, a head config, or
-    [(name, options)]; options: of the head, by name. dtype: of the head's parameters (default float32, as suits
-    training). init: start the head from the base's own layers where shapes agree. lora: new adapters on the base, which
-    train with the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them.
-    UnsupportedModel, a ValueError, gives the reason for a base on which trees cannot be verified.
+    [(name, options)]; options: the head's, by name. dtype: of the head's parameters (default float32, which suits
+    training). init: initialise the head from the base's own layers where shapes match. lora: add adapters to the base
+    that train with the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them.
+    UnsupportedModel, a ValueError, says why a base cannot verify trees.
     """
     if isinstance(base, str | os.PathLike):
         base = load_language_model(base, **hub_options(base))
@@ -73,7 +73,7 @@ def convert(
 
 
 def refuse_other_sizes(config: HeadConfig, base_config: Any) -> None:
-    """ValueError for a head config that has sizes of another base."""
+    """ValueError for a head config whose sizes are not this base's."""
     for name in ("hidden_size", "vocab_size"):
         given, own = getattr(config, name), getattr(base_config, name)
         if given not in (None, own):
@@ -83,7 +83,7 @@ def refuse_other_sizes(config: HeadConfig, base_config: Any) -> None:
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
     """Load the head saved in `directory` (or on the hub) beside a base that is already in memory.
 
-    One that was trained with adapters of its base (Medusa-2) puts them on this base, which the log says.
-    dtype: of the head; None: the base's; "auto": the one it was saved in. Others as in `SpecModel.from_pretrained`.
+    If it was trained with adapters of its base (Medusa-2), they are added to this base, with a line in the log.
+    dtype: the head's; None: the base's; "auto": the one it was saved in. Others as in `SpecModel.from_pretrained`.
     """
     return SpecModel.from_pretrained(directory, base=base, **kwargs)

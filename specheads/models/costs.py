@@ -1,4 +1,4 @@
-"""Which measured step costs hold for a model here, and the automatic drafter that goes by them."""
+"""Which measured step costs hold for a model on this machine, and the automatic drafter that uses them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cost_key(base: PreTrainedModel, head: DraftHead | None, *, compiled: bool = 
 
 
 def head_digest(options: dict[str, Any] | None) -> str:
-    """By its options but for its default tree; "none" without a head."""
+    """The digest of a head's options, without its default tree; "none" without a head."""
     return "none" if options is None else digest({k: v for k, v in options.items() if k != "tree"})
 
 
@@ -46,7 +46,7 @@ def cost_path(key: CostKey) -> Path:
 def auto_drafter(base: PreTrainedModel, head: DraftHead | None = None, costs: str | Path | None = None) -> AutoDrafter:
     """The automatic drafter for a base, with its head or with copies alone.
 
-    costs: a file of `specheads tune`, for compiled steps and for others; None: those in the user's cache, if there are
+    costs: a file of `specheads tune`, used for compiled steps and others alike; None: those in the user's cache, if
     any. OSError or ValueError if the file cannot be read, or holds the costs of another model or machine.
     """
     keys = [cost_key(base, head, compiled=compiled) for compiled in (False, True)]
@@ -62,7 +62,7 @@ def auto_drafter(base: PreTrainedModel, head: DraftHead | None = None, costs: st
 
 @cache
 def _loaded(path: Path, *keys: CostKey, modified: int) -> CostTable:
-    """Read once, until the file changes."""
+    """Read the file once for each modification time."""
     return CostTable.load(path, *keys)
 
 

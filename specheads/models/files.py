@@ -1,6 +1,6 @@
-"""The files of a head checkpoint: their names, and reading that trusts nothing.
+"""The files of a head checkpoint: their names, and how to read them without trusting them.
 
-Names, shapes and dtypes are read and checked first, the values after that.
+Names, shapes and dtypes are read and checked before any values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specheads.options import OptionError, listing, reason, shortened
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
-_MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers has some 100,000
+_MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers needs some 100,000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "BOOL": torch.bool,
@@ -33,14 +33,14 @@ class CheckpointError(OptionError):
 
 
 def refuse_below_file(folder: Path) -> None:
-    """CheckpointError for a folder that cannot be made, since a part of its path is a file."""
+    """CheckpointError for a folder that cannot be created because part of its path is a file."""
     there = next((path for path in folder.absolute().parents if path.exists()), folder)  # "/" has no parents
     if not there.is_dir():
         raise CheckpointError(f"{there} is a file, and nothing can be written below it; give another folder")
 
 
 def refuse_nonempty(folder: Path, purpose: str) -> None:
-    """CheckpointError for a folder that holds anything, which new files would stand beside. purpose: "export into"."""
+    """CheckpointError unless the folder is empty or new. purpose: for the message, such as "export into"."""
     refuse_below_file(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to {purpose}")
@@ -53,7 +53,7 @@ def damaged_error(path: Any, error: Exception | str) -> CheckpointError:
 def read_header(path: Path | str, names: Collection[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of a safetensors file as a meta tensor, without its values, and the file's metadata.
 
-    names: the tensors that are wanted, of those in the file."""
+    names: return only these tensors."""
     with _opened(path) as file:
         wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118 (not a dict)
         slices = {name: file.get_slice(name) for name in wanted}
@@ -64,14 +64,14 @@ def read_header(path: Path | str, names: Collection[str] | None = None) -> tuple
 
 
 def read_names(path: Path | str) -> list[str]:
-    """The names of the tensors of a safetensors file, of whatever dtypes."""
+    """The names of a safetensors file's tensors, whatever their dtypes."""
     with _opened(path) as file:
         return list(file.keys())
 
 
 @contextlib.contextmanager
 def _opened(path: Path | str) -> Iterator[Any]:
-    """A safetensors file whose header is whole and no larger than any head's."""
+    """Open a safetensors file, checking that its header is complete and no larger than a head's can be."""
     try:
         with open(path, "rb") as raw:
             size = int.from_bytes(raw.read(8), "little")
@@ -93,7 +93,7 @@ def read_tensors(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def meta_tensor(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """A tensor without values. CheckpointError for a dtype that no head has, or an impossible shape."""
+    """A meta tensor. CheckpointError for a dtype that no head has, or an impossible shape."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise CheckpointError(f"{path}: {shortened(name)} is {shortened(dtype)}; expected {', '.join(DTYPES)}")
     try:
@@ -103,12 +103,12 @@ def meta_tensor(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Ten
 
 
 def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype that holds the values of all floating point tensors exactly."""
+    """The narrowest dtype that holds the values of all floating point tensors exactly."""
     return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t.is_floating_point()})
 
 
 def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = True) -> None:
-    """CheckpointError that names the tensors with NaN or Inf. Reads each tensor once and allocates nothing.
+    """CheckpointError that names the tensors with NaN or Inf. Reads each tensor once, without temporaries of its size.
 
     allowable: whether allow_nonfinite would accept them; the message then says so."""
     found = [
@@ -126,7 +126,7 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
 def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
     """The JSON object in a file; None if it holds none. CheckpointError if it has more than `most` bytes.
 
-    most: None for a file that we wrote ourselves."""
+    most: None (no limit) for files that we wrote ourselves."""
     if most is not None and (size := path.stat().st_size) > most:
         raise CheckpointError(f"{path} has {size:,} bytes; expected at most {most:,}")
     try:
@@ -137,17 +137,17 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
 
 def absolute(name: str) -> str:
-    """The absolute path of a local folder; any other name (of the hub) unchanged."""
+    """The absolute path of a local folder; any other name, such as a hub id, unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def is_local(name: str) -> bool:
-    """Is it a path of this machine, whether anything is there or not?"""
+    """Is it a local path, whether or not anything exists there?"""
     return name.startswith(".") or Path(name).is_absolute() or Path(name).is_dir()
 
 
 def make_portable(name: str | None, folder: Path) -> str | None:
-    """The path of a local base relative to the checkpoint, so that both can move together; a hub id unchanged."""
+    """The path of a local base relative to the checkpoint, so that both can be moved together; a hub id unchanged."""
     if name is None or not is_local(name):
         return name
     relative = os.path.relpath(Path(name).resolve(), folder.resolve())

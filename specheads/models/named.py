@@ -1,4 +1,4 @@
-"""The target of a command, and whatever can draft for it, by name."""
+"""The target of a command, and the drafters for it by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUANTIZE = {"4bit": 4, "8bit": 8}
 @dataclass
 class Models:
     """The target, its tokenizer, and the drafters loaded so far: `head` and `model` if the command line gave them,
-    others under the name they were asked for. quantize: the target and draft models are in 4bit or 8bit."""
+    others under the names they were requested by. quantize: of the target and draft models, "4bit" or "8bit"."""
 
     target: PreTrainedModel
     tokenizer: Any
@@ -46,8 +46,8 @@ class Models:
         cls, source: str, *, assistant: str | None = None, base: str | None = None, dtype: str = "auto",
         device: str = "auto", quantize: str | None = None,
     ) -> Models:  # fmt: skip
-        """source: a head checkpoint, or a plain Hugging Face model. quantize: the target and draft models in 4bit or
-        8bit, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
+        """source: a head checkpoint, or a plain Hugging Face model. quantize: load the target and draft models in 4 or
+        8 bits, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
         torch_dtype, torch_device = placement(dtype, device)
         options = quantized_options(quantize, torch_dtype, torch_device)
         if holds_head(source):
@@ -64,18 +64,17 @@ class Models:
 
     @property
     def best(self) -> str:
-        """The name of the drafter to begin with."""
+        """The name of the default drafter."""
         return next((name for name in ("model", "head") if name in self.drafters), "lookup")
 
     def names(self) -> list[str]:
-        """The names `drafter` takes, besides models that are not loaded yet."""
+        """The names that `drafter` takes, besides paths of models that are not loaded yet."""
         return ["auto", *DRAFTERS, *(name for name in self.drafters if name not in ("auto", *DRAFTERS))]
 
     def drafter(self, name: str) -> Drafter:
-        """By name, loaded when it is first asked for: `auto`, `auto:FILE` (by the costs in a file of `specheads tune`),
-        `head`, `model`, a text of DRAFTERS such as `ngram:4`, `model:PATH` (of the target's vocabulary), or the path of
-        a head or of a model (of any).
-        ValueError or OSError where there is none."""
+        """A drafter by name, loaded on first use: `auto`, `auto:FILE` (with the costs in a file of `specheads tune`),
+        `head`, `model`, a text of DRAFTERS such as `ngram:4`, `model:PATH` (with the target's vocabulary), or the path
+        of a head or of a model (with any vocabulary). ValueError or OSError if there is none."""
         if name not in self.drafters:
             self.drafters[name] = self._load(name)
         return self.drafters[name]
@@ -86,7 +85,7 @@ class Models:
         return Cascade(drafts, k_matrix, leniency, notation)
 
     def draft_model(self, source: str, *, through_text: bool = True) -> DraftModel:
-        """A smaller model; through_text: of a vocabulary that may be another than the target's."""
+        """A smaller model as drafter; through_text: its vocabulary may differ from the target's."""
         options = quantized_options(self.quantize, self.target.dtype, self.target.device)
         small = load_language_model(source, dtype=self.target.dtype, **options, **hub_options(source))
         refuse_other_kind(small, type(self.target).__name__, self.target.config.is_encoder_decoder)
@@ -125,8 +124,8 @@ class Models:
 
 
 def holds_head(source: str) -> bool:
-    """Is it a head checkpoint, ours or a foreign one, rather than a whole model? Also True if nothing can be read: then
-    loading it as a head says why. A whole model whose modules no head can hold is none, and the reason is logged."""
+    """Is it a head checkpoint, ours or foreign, rather than a whole model? Also True if nothing can be read: loading it
+    as a head then says why. False, with the reason logged, for a model whose draft modules cannot become a head."""
     if (foreign := find_foreign(source, hub_options(source))) is not None:
         if (why := foreign.refusal()) is not None:
             logger.warning_once("%s is decoded without the draft modules that it ships: %s", source, why)
@@ -140,7 +139,7 @@ def holds_head(source: str) -> bool:
 
 
 def refuse_adapters(source: str) -> None:
-    """CheckpointError for a head with adapters of its base (Medusa-2): beside another target they would change it."""
+    """CheckpointError for a head with adapters of its base (Medusa-2), which would change the target."""
     if find_foreign(source, hub_options(source)) is None and read(source, **hub_options(source)).config.joint:
         raise CheckpointError(
             f"{source} was trained together with adapters of its base, which would change the text of the target; "
@@ -149,7 +148,7 @@ def refuse_adapters(source: str) -> None:
 
 
 def quantized_options(quantize: str | None, dtype: torch.dtype | None, device: torch.device) -> dict[str, Any]:
-    """Loading options for a model in 4bit or 8bit, computed in `dtype`; none for None. ValueError for another name,
+    """Options that load a model in 4 or 8 bits, computing in `dtype`; {} for None. ValueError for an unknown name,
     ImportError if the library is missing."""
     if quantize is None:
         return {}
@@ -183,8 +182,8 @@ def describe_drafter(name: str, drafter: Drafter) -> str:
 def load_with_tokenizer(
     source: str, base: str | None, dtype: str, device: str, **options: Any
 ) -> tuple[SpecModel, Any]:
-    """Base + head on the device, and the base's tokenizer. options: for loading the base, which a device_map places.
-    ValueError or OSError with the reason."""
+    """Base and head on the device, and the base's tokenizer. options: for loading the base; a device_map among them
+    decides where the base goes. ValueError or OSError with the reason."""
     torch_dtype, torch_device = placement(dtype, device)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype, **options)
     (model.head if "device_map" in options else model).to(torch_device)

@@ -1,4 +1,4 @@
-"""What a training run leaves in its folder: the names of its files, its final metrics and its log."""
+"""The files of a training run's folder: their names, its final metrics and its log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.y
 
 
 def run_of(checkpoint: Any, head: DraftHead) -> Path | None:
-    """The folder that the head was loaded from; None if there is none, or if it holds another head by now, as after
-    more training in memory: its figures are not this one's."""
+    """The folder that the head was loaded from; None if there is none, or if its weights are no longer this head's, as
+    after more training in memory, so that its metrics do not apply."""
     folder = Path(str(checkpoint or ""))
     if not checkpoint or not (folder / WEIGHTS).is_file():
         return None
@@ -46,12 +46,12 @@ def results(run: Path) -> dict[str, Any]:
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """The log of a run, every step of it (some megabytes); [] if its folder has none."""
+    """The whole log of a run (some megabytes); [] if its folder has none."""
     return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the figures that are numbers: a file by a stranger, or by another program, may hold anything."""
+    """The entries that are numbers: an untrusted file, or one from another program, may hold anything."""
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 

@@ -1,4 +1,4 @@
-"""A head checkpoint read without its base, and refused with the reason if its parts do not fit together."""
+"""Reading a head checkpoint without its base, and refusing it with the reason if its parts do not fit together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_of(state_dict: dict[str, Tensor], config: HeadConfig) -> DraftHead:
-    """A head with these options and the tensors of a SpecModel's state dict, to describe, not to draft with."""
+    """A head with these options and the tensors of a SpecModel's state dict, to be described, not to draft."""
     with torch.device("meta"):
         head = HEADS[config.kind](config)
     tensors = {name.removeprefix("head."): t for name, t in head_tensors(state_dict).items()}
@@ -54,8 +54,8 @@ def head_of(state_dict: dict[str, Tensor], config: HeadConfig) -> DraftHead:
 
 
 def state_dict_mismatches(tensors: dict[str, Tensor], config: HeadConfig) -> str:
-    """How `tensors` differ, by name, from those of a head with these options; "" if they do not."""
-    with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
+    """How `tensors` differ from those of a head with these options, in names, shapes or dtypes; "" if they do not."""
+    with torch.device("meta"):  # only sizes: nothing is allocated for what a file claims
         own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
     missing, unexpected = set(own) - set(tensors), set(tensors) - set(own)
     found = [f"{what} [{listing(names, 12, shown)}]" for what, names in
@@ -71,7 +71,7 @@ def state_dict_mismatches(tensors: dict[str, Tensor], config: HeadConfig) -> str
 
 @dataclass(frozen=True)
 class SavedHead:
-    """A checkpoint: its config, the head's part of that, and the tensors, named `head.…`; folder: where it is."""
+    """A checkpoint: its config, the head's part of it, and the tensors, named `head.…`; folder: where it is."""
 
     config: SpecConfig
     head: HeadConfig
@@ -80,11 +80,11 @@ class SavedHead:
 
 
 def read(source: Any, **hub: Any) -> SavedHead:
-    """Read a checkpoint without its base, from a directory or hub id. hub: revision, subfolder, token … of a hub id.
+    """Read a checkpoint without its base, from a directory or hub id. hub: revision, subfolder, token … for a hub id.
 
-    The config in the weights file counts, except for the name of the base: that comes from config.json if there is one,
-    where a user may change it. CheckpointError says what is wrong and where. A foreign format is refused too: it can
-    only be read beside its base.
+    The config in the weights file is used, except that the base's name comes from config.json if there is one, since a
+    user may edit it there. CheckpointError says what is wrong and where. A foreign format is refused too: it can only
+    be read together with its base.
     """
     try:
         return _read(source, hub)
@@ -99,8 +99,8 @@ def read(source: Any, **hub: Any) -> SavedHead:
 
 
 def read_configs(source: Any, base_config: PreTrainedConfig) -> tuple[HeadConfig, JointConfig | None]:
-    """The options of the head at `source`, and of its adapters, without its weights: of a checkpoint here, or in a
-    foreign format, as a target's own MTP modules are, beside a base of that config."""
+    """The options of the head at `source` and of its adapters, without its weights: of a checkpoint in our format, or
+    in a foreign one (such as a target's own MTP modules), for a base with this config."""
     if (foreign := find_foreign(source)) is None:
         saved = read(source)
         return saved.head, None if saved.config.joint is None else JointConfig.of(saved.config.joint)
@@ -146,7 +146,7 @@ def _left_out(config: SpecConfig) -> str:
 
 
 def _rank_mismatches(adapters: dict[str, Tensor], joint: JointConfig) -> str:
-    """How adapters differ from the rank in the config; "" if they do not."""
+    """The first adapter whose shape does not match the rank in the config, as a message; "" if there is none."""
     wrong = []
     for name, t in adapters.items():
         first = name.rpartition(".lora_")[2].partition(".")[0].endswith("A")  # (r, n), and B is (n, r)
@@ -156,7 +156,7 @@ def _rank_mismatches(adapters: dict[str, Tensor], joint: JointConfig) -> str:
 
 
 def _refuse_odd_vocabulary(path: Any, tensors: dict[str, Tensor]) -> None:
-    """CheckpointError if d2t and t2d of a head are no draft vocabulary: drafts would lie outside the base's."""
+    """CheckpointError if a head's d2t and t2d do not form a draft vocabulary: drafts could be outside the base's."""
     d2t, t2d = tensors.get("head.d2t"), tensors.get("head.t2d")
     if d2t is None or t2d is None:
         return
@@ -169,8 +169,8 @@ def _refuse_odd_vocabulary(path: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _agreed(inside: dict[str, Any], beside: dict[str, Any] | None, source: Any) -> dict[str, Any]:
-    """The config `inside` the weights file, with the base that the one `beside` it names. Warns if the two disagree
-    about the head."""
+    """The config `inside` the weights file, but with the base named by config.json `beside` it. Warns if the two
+    disagree about the head."""
     if beside is None:
         return inside
     name, revision = _NAMES
@@ -179,7 +179,7 @@ def _agreed(inside: dict[str, Any], beside: dict[str, Any] | None, source: Any) 
         logger.info("%s: its base is %s in %s, and %s in the header of %s; the former is used", source,
                     shown(beside[name]), CONFIG, shown(inside.get(name)), WEIGHTS)  # fmt: skip
         agreed[name] = beside[name]
-        agreed[revision] = None  # it was the other base's, unless it was changed too
+        agreed[revision] = None  # it belonged to the other base
     if revision in beside and beside[revision] != inside.get(revision):
         agreed[revision] = beside[revision]
     differing = []

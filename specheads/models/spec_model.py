@@ -1,4 +1,4 @@
-"""SpecModel: a frozen base and the draft head beside it; forward() is the loss, generate() decodes with tree drafts."""
+"""SpecModel: a frozen base and its draft head; forward() gives the head's loss, generate() decodes with tree drafts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from specheads.models.saved_head import head_of
 
 @dataclass
 class SpecOutput(ModelOutput):
-    """loss: the head's; ranks and overlaps (R', S) and terms: see DraftHead.loss."""
+    """loss: the head's (joint training adds the base's); ranks and overlaps (R', S) and terms: see DraftHead.loss."""
 
     loss: Tensor | None = None
     ranks: Tensor | None = None
@@ -45,7 +45,7 @@ class SpecOutput(ModelOutput):
 
 
 class SpecModel(PreTrainedModel):
-    """A frozen base model and the draft head beside it."""
+    """A frozen base model and its draft head."""
 
     config_class = SpecConfig
     config: SpecConfig
@@ -60,15 +60,15 @@ class SpecModel(PreTrainedModel):
         self.head = head
         self.note_trained_length(config.trained_length)
         self.joint = None if config.joint is None else JointConfig.of(config.joint)
-        self.progress = 1.0  # share of the run that is done; a trainer sets it
-        self.draw_seed: int | None = None  # TapBatch.seed; a trainer sets it too
-        self.compiles: bool | str = False  # what generate() does unless it is told; compile() sets it
+        self.progress = 1.0  # share of the run that is done, set by a trainer
+        self.draw_seed: int | None = None  # TapBatch.seed, set by a trainer
+        self.compiles: bool | str = False  # generate()'s default for `compile`, set by compile()
         if self.joint is not None:
             for adapter in adapters(base):
                 adapter.requires_grad_(True)
-        # A plain Trainer that restores a head-only file must not call the base's tensors missing.
+        # So that a plain Trainer that restores a head-only file does not report the base's tensors as missing.
         self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict() if not self._is_trained(name)]
-        # What launchers read of a model: tied weights, layers to shard as a whole, devices.
+        # What launchers read from a model: tied weights, layers that must not be split, devices.
         tied = getattr(base, "all_tied_weights_keys", None) or {}
         self.all_tied_weights_keys = {f"base.{name}": f"base.{source}" for name, source in tied.items()}
         self._no_split_modules = base._no_split_modules
@@ -106,12 +106,12 @@ class SpecModel(PreTrainedModel):
         return True
 
     def head_state_dict(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, under the names of this model: the head's, `head.…`, and the adapters'."""
+        """The tensors of a checkpoint, under this model's names: the head's, `head.…`, and the adapters'."""
         trained = {f"base.{name}": t for name, t in self.base.state_dict().items() if self._is_trained(name)}
         return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()} | trained
 
     def _is_trained(self, name: str) -> bool:
-        """Is this tensor of the base an adapter that learns with the head?"""
+        """Is this tensor of the base an adapter that trains with the head?"""
         return self.joint is not None and is_adapter(name)
 
     def train(self, mode: bool = True) -> SpecModel:
@@ -137,9 +137,9 @@ class SpecModel(PreTrainedModel):
         """The head's loss on input_ids (B, T).
 
         labels (B, T): −100 where token t is not learnt (Hugging Face's convention, before any shift); or loss_mask
-        (B, T): true where it is. With neither this is the base's own forward, and returns the base's output.
+        (B, T): true where it is. With neither, this is the base's own forward and returns its output.
         document_ids (B, T): 1, 2 … for packed documents, which do not attend to one another; 0 is padding. Without
-        them a document begins wherever position_ids do not rise.
+        them a document begins wherever position_ids do not increase.
         """
         if labels is None and loss_mask is None:
             if document_ids is not None:
@@ -176,7 +176,7 @@ class SpecModel(PreTrainedModel):
             assert isinstance(teacher, LiveTeacher)
             mask = packed_mask(self.base, documents, position_ids) if packed else attention_mask
             own = base_loss(self.joint, batch, teacher, self.base, mask)
-            # An evaluation weighs as the end of a run does, so that evaluations compare.
+            # Evaluations use the final weight, so that they are comparable.
             loss = own + self.joint.weight(self.progress if self.training else 1.0) * loss
             terms["base"] = own.detach()
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
@@ -185,7 +185,7 @@ class SpecModel(PreTrainedModel):
         self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,
         num_items: Tensor | float | None,
     ) -> tuple[Tensor, Tensor | float | None]:  # fmt: skip
-        """(B, T) bool, true where token t is learnt, and the number of items that the batch's loss is divided by."""
+        """(B, T) bool, true where token t is learnt, and the number of items by which the batch's loss is divided."""
         if labels is not None and loss_mask is not None:
             raise ValueError("give labels or loss_mask, not both")
         if labels is not None:
@@ -196,9 +196,9 @@ class SpecModel(PreTrainedModel):
     def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Teacher]:
-        """Run the base on a batch: its tapped features (B, T, F), and the teacher that has its distribution.
+        """Run the base on a batch: its tapped features (B, T, F), and the teacher with its distribution.
 
-        documents (B, T): document ids of packed rows, else None. TypeError for arguments that it would not see."""
+        documents (B, T): document ids of packed rows, else None. TypeError for arguments that would be ignored."""
         if kwargs:
             raise TypeError(f"a head learns from tokens alone here: {', '.join(sorted(kwargs))} would be left out")
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
@@ -206,12 +206,12 @@ class SpecModel(PreTrainedModel):
             return tap_base(self.base, input_ids, mask, position_ids, self.head.layers)
 
     def note_trained_length(self, length: int | None) -> None:
-        """Record that the head was trained on texts of `length` tokens. The longest is saved with the head."""
+        """Record that the head was trained on texts of `length` tokens. The maximum is saved with the head."""
         self.config.trained_length = max(length or 0, self.config.trained_length or 0) or None
         self.head.trained_length = self.config.trained_length if self.head.attends else None
 
     def set_default_tree(self, tree: StaticTree | str | tuple[tuple[int, ...], ...] | None) -> None:
-        """Set the static tree that the head drafts by default; it is saved with it.
+        """Set the static tree that the head drafts by default; it is saved with the head.
 
         tree: the tree, its text ("static:16", "chain:4"), its choices, or None for the default of this kind of head.
         ValueError for anything else.
@@ -221,9 +221,9 @@ class SpecModel(PreTrainedModel):
         self.config.head = self.head.config.to_dict()
 
     def compile(self, backend: str | None = None) -> SpecModel:  # type: ignore[override]
-        """From now on generate() decodes with compiled steps, unless it is given compile=False; returns the model.
+        """From now on generate() decodes with compiled steps, unless called with compile=False; returns the model.
 
-        backend: of torch.compile, by default its own. Nothing is compiled before the first text.
+        backend: of torch.compile (default: inductor). Nothing is compiled before the first text.
         """
         self.compiles = backend or True
         return self
@@ -241,14 +241,14 @@ class SpecModel(PreTrainedModel):
     ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
-        draft: "auto" for what pays at each step, by the costs that `specheads tune` measured here: the head's draft, a
-        copy of earlier text, or nothing ("auto:FILE" names the costs). True or "head" for this model's head, which
-        "auto" also stands for where tree or accept is given; False for plain decoding through the same loop; "lookup",
+        draft: "auto" picks what pays at each step, by the costs that `specheads tune` measured here: the head's draft,
+        a copy of earlier text, or nothing ("auto:FILE" names the costs). True or "head" for this model's head, which
+        "auto" also means if tree or accept is given; False for plain decoding through the same loop; "lookup",
         "ngram", "maxgram", or any other drafter. drafter: an alias of draft. tree: a plan (`DynamicTree`, `StaticTree`,
         `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
         "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
-        others). seed: of the sampling, a number or one for each row. With return_dict_in_generate=True the output also
-        has `steps` and `statistics()`. compile: as in `specheads.generate`; None: as compile() said.
+        others). seed: for sampling, one number or one for each row. With return_dict_in_generate=True the output also
+        has `steps` and `statistics()`. compile: as in `specheads.generate`; None: as set by compile().
         """
         compile = self.compiles if compile is None else compile
         found = self._choose_drafter(draft, drafter, kwargs)
@@ -263,13 +263,13 @@ class SpecModel(PreTrainedModel):
         compile: bool | str | None = None,
         **options: Any,
     ) -> list[Continuation] | Iterator[Continuation]:
-        """`specheads.generate_many` with this model: draft, drafter and compile as in `generate`."""
+        """`specheads.generate_many` with this model; draft, drafter and compile as in `generate`."""
         compile = self.compiles if compile is None else compile
         found = self._choose_drafter(draft, drafter, options)
         return generate_many(self.base, prompts, draft=found, compile=compile, **options)
 
     def _choose_drafter(self, draft: Any, drafter: Any, options: dict[str, Any]) -> Drafter | None:
-        """What drafts, of generate()'s draft and drafter. "auto" is the head where a plan or a rule is given."""
+        """The drafter, from generate()'s draft and drafter. "auto" is the head if a plan or a rule is given."""
         if drafter is not None and draft not in ("auto", drafter):
             return either(draft, drafter, self.head)
         chosen = draft if drafter is None else drafter
@@ -279,7 +279,7 @@ class SpecModel(PreTrainedModel):
         if options.get("tree") is None and options.get("accept") is None:
             return auto_drafter(self.base, self.head, costs)
         if costs is not None:
-            auto_drafter(self.base, self.head, costs)  # an error where there is no such file
+            auto_drafter(self.base, self.head, costs)  # only to raise if the file is missing or wrong
         return self.head
 
     def activation_checkpointing_enable(
@@ -325,9 +325,9 @@ class SpecModel(PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Write the head alone: model.safetensors and config.json, atomically; push_to_hub=True uploads it too.
+        """Write only the head: model.safetensors and config.json, atomically; push_to_hub=True uploads it too.
 
-        state_dict: as gathered by a launcher that shards parameters. Other arguments (repo_id …) go to `push_to_hub`.
+        state_dict: as gathered by a launcher that shards parameters. Other arguments (repo_id …) are for `push_to_hub`.
         """
         if is_main_process:
             self._write(save_directory, state_dict)
@@ -343,12 +343,12 @@ class SpecModel(PreTrainedModel):
         self, repo_id: str, *, run: Any = None, license: str | None = None,
         state_dict: dict[str, Tensor] | None = None, **options: Any,
     ) -> str:  # fmt: skip
-        """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
+        """Upload the head with a model card written from its run: metrics, recipe, curves, how to serve it elsewhere.
 
         run: the folder of the training run (default: where the head was loaded from, unless it has changed since).
-        license: of the head. state_dict: as in `save_pretrained`. options: commit_message, private, token, revision,
-        create_pr. A card that is already on the hub is not replaced. A base that is a folder of this machine is not
-        named: whoever loads the head passes base=.
+        license: the head's. state_dict: as in `save_pretrained`. options: commit_message, private, token, revision,
+        create_pr. A card that is already on the hub is not replaced. A base in a local folder is not named, so whoever
+        loads the head must pass base=.
         """
         with tempfile.TemporaryDirectory() as temporary:
             folder, named = Path(temporary), self.config.base_model_name_or_path
@@ -366,7 +366,7 @@ class SpecModel(PreTrainedModel):
         self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
         gguf: Path | str | None = None,
     ) -> Path:  # fmt: skip
-        """Write the head into the directory `out` in the format of another program, with a README on how to serve it.
+        """Write the head into the directory `out` in another program's format, with a README on how to serve it.
 
         to: one of `specheads.models.formats.ENGINES`. See `specheads.models.formats.export.exporting.export`.
         """
@@ -377,11 +377,11 @@ class SpecModel(PreTrainedModel):
         """Load base and head from a directory or hub id, in this library's format or a foreign one, which is recognised
         by its files and logged.
 
-        base: another base model for the head, or its name. revision, subfolder, token …: where the head is. dtype: of
-        both, or of the head alone beside a base in memory; None: the head takes the base's, so that a float32 head is
-        narrowed beside a bfloat16 base; "auto": each has the one it was saved in. allow_pickle: read a foreign format's
+        base: a different base model for the head, or its name. revision, subfolder, token …: where the head is. dtype:
+        of both, or only of the head with a base in memory; None: the head gets the base's, so a float32 head is
+        narrowed for a bfloat16 base; "auto": each keeps the one it was saved in. allow_pickle: read a foreign format's
         pickles, as tensors. allow_nonfinite: accept NaN and Inf among the weights. Other arguments (device_map,
-        attn_implementation …) go to the loading of the base."""
+        attn_implementation …) are for loading the base."""
         config, base, head = checkpoint.load(pretrained_model_name_or_path, **kwargs)
         return cls(config, base, head).eval()
 
@@ -393,7 +393,7 @@ class SpecModel(PreTrainedModel):
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """(B, T) document ids → position of each token in its document; 0 at padding."""
+    """(B, T) document ids → (B, T) the position of each token in its document; 0 at padding."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,1 +1,1 @@
-"""The base model: loading, quantization, adapters, and the fingerprint by which a head knows its base."""
+"""The base model: loading, quantisation, adapters, and the fingerprint by which a head recognises its base."""

@@ -16,7 +16,7 @@ def explain_frozen(base: object) -> str:
 
 
 def mark_frozen(base: nn.Module) -> None:
-    """Make backward() of the base's own loss a clear ValueError while all of the base is frozen.
+    """Make backward() of the base's own loss raise a clear ValueError while all of the base is frozen.
 
     Only backward() raises: forward() and the value of the loss are unchanged.
     """
@@ -37,7 +37,7 @@ def _explain_backward(base: nn.Module, _args: Any, output: Any) -> Any:
 
 
 class _Explained(torch.autograd.Function):
-    """The loss itself; its gradient is a ValueError."""
+    """The identity, whose backward raises a ValueError."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, _differentiable: Tensor, text: str) -> Tensor:

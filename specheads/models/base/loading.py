@@ -23,7 +23,7 @@ from specheads.models.config import SpecConfig
 from specheads.options import reason
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Options of from_pretrained() that say where a model is.
+# Options of from_pretrained() that locate a model.
 _LOCATION = (
     "revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies", "trust_remote_code",
 )  # fmt: skip
@@ -32,9 +32,9 @@ _LOCATION = (
 def load_language_model(
     name: str | os.PathLike[str], *, class_name: str | None = None, **options: Any
 ) -> PreTrainedModel:
-    """A decoder-only model, one with images or an encoder-decoder, by its config, from a folder or hub id.
+    """A decoder-only, image-text or encoder-decoder model, chosen by its config, from a folder or hub id.
 
-    class_name: the class of the model, where its config alone names two, with images and without. options: of
+    class_name: the model's class, in case its config has one with images and one without. options: of
     from_pretrained(). ValueError for a model of another kind; OSError if there is none.
     """
     location = {key: options[key] for key in _LOCATION if key in options}
@@ -55,7 +55,7 @@ def load_language_model(
 
 
 def auto_class(config: PreTrainedConfig, class_name: str | None = None) -> Any:
-    """The Auto class for this config. One with images is taken where there is none without, or for its class_name."""
+    """The Auto class for this config. The one with images only if there is no other, or if class_name asks for it."""
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
     with_images: Any = AutoModelForImageTextToText._model_mapping
@@ -72,7 +72,7 @@ def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfi
     if "subfolder" not in options:
         refuse_without_config(name)
     config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
-    if isinstance(config, SpecConfig):  # which transformers' Auto classes take for a model, too
+    if isinstance(config, SpecConfig):  # transformers' Auto classes accept it, too
         raise ValueError(
             f"{name} is a draft head, not a language model; give the model that it drafts for here, and a head as "
             "MODEL, --drafter or init_from"
@@ -95,7 +95,7 @@ def refuse_without_config(name: str | os.PathLike[str]) -> None:
     """ValueError for a folder that holds neither a model's config nor an adapter's."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-        said = name or "'', an empty name,"  # of a shell's variable that is not set
+        said = name or "'', an empty name,"  # from an unset shell variable
         raise ValueError(f"{said} holds no config.json: give a folder that save_pretrained() wrote, or a hub id")
 
 

@@ -35,11 +35,11 @@ _MOST_RANK, _MOST_WEIGHT = 4096, 2**20  # far above any real one
 
 @dataclass(frozen=True)
 class JointConfig:
-    """r, lora_alpha, lora_dropout, target_modules: of the adapters, as in peft's LoraConfig.
+    """r, lora_alpha, lora_dropout, target_modules: as in peft's LoraConfig.
     base_loss: "kl" keeps the adapted base close to its distribution without adapters, for texts the base wrote itself;
-      "ce" is the language model loss on the texts.
+      "ce" is the language modelling loss on the texts.
     head_weight: of the head's loss relative to the base's.
-    ramp: "sine" raises head_weight over the run, by sin(π/2 · progress); evaluations have the whole weight.
+    ramp: "sine" raises head_weight over the run, by sin(π/2 · progress); evaluations use the full weight.
     Separate learning rates: training.head_lr_groups.
     """
 
@@ -76,7 +76,7 @@ class JointConfig:
 
     @classmethod
     def of(cls, options: JointConfig | LoraConfig | Mapping[str, Any]) -> JointConfig:
-        """From options by name, or a peft LoraConfig. ValueError if that sets what a head checkpoint cannot keep."""
+        """From options by name, or a peft LoraConfig. ValueError if that sets what a head checkpoint cannot store."""
         if isinstance(options, JointConfig):
             return options
         if not isinstance(options, Mapping):
@@ -112,7 +112,7 @@ class JointConfig:
         )  # fmt: skip
 
     def weight(self, progress: float) -> float:
-        """The weight of the head's loss when a share `progress` of the run is done."""
+        """The weight of the head's loss once a share `progress` of the run is done."""
         return self.head_weight * (math.sin(math.pi / 2 * progress) if self.ramp == "sine" else 1.0)
 
 
@@ -126,8 +126,8 @@ def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def attach(base: PreTrainedModel, config: JointConfig) -> None:
-    """Add float32 adapters to `base`, which change nothing yet. ValueError, leaving the base as it was, if it has
-    adapters already, none of the modules, or experts among them."""
+    """Add float32 adapters to `base`, which change nothing yet. ValueError, leaving the base as it was, if it already
+    has adapters, has none of the target modules, or has experts among them."""
     if any(is_adapter(name) for name, _ in base.named_parameters()):
         raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
     given = config.lora_config()
@@ -136,7 +136,7 @@ def attach(base: PreTrainedModel, config: JointConfig) -> None:
         base.add_adapter(given)
     except ValueError as error:
         refused = f"adapters cannot be added to the base: {reason(error)}"
-    # peft takes a name that earlier versions of a model gave to each expert for the matrix that now holds them all.
+    # A name that used to be each expert's makes peft adapt the one matrix that now holds all experts.
     if given.target_parameters:
         refused = (
             f"lora.target_modules={shown(config.target_modules)} adapts the experts of {type(base).__name__}, and a "
@@ -150,7 +150,7 @@ def attach(base: PreTrainedModel, config: JointConfig) -> None:
 
 
 def detach(base: PreTrainedModel) -> None:
-    """Remove the adapters that `attach` added, or some of them where it failed."""
+    """Remove the adapters that `attach` added, even if it failed part-way."""
     from peft.tuners.lora import LoraLayer
 
     for module in list(base.modules()):
@@ -167,7 +167,7 @@ def adapters(base: nn.Module) -> list[nn.Parameter]:
 
 
 def base_loss(config: JointConfig, batch: TapBatch, adapted: LiveTeacher, base: Any, attention_mask: Any) -> Tensor:
-    """The loss of the adapted base over the supervised tokens of the batch. adapted: its outputs, with gradients."""
+    """The adapted base's loss over the batch's supervised tokens. adapted: its outputs, with gradients."""
     from peft.helpers import rescale_adapter_scale
 
     targets = DraftTargets.from_batch(batch.tokens, batch.supervised, batch.documents, 1)

@@ -1,4 +1,4 @@
-"""Bases in 4 or 8 bits through bitsandbytes, as for QLoRA (arXiv:2305.14314): loaded, and recorded in checkpoints.
+"""Bases in 4 or 8 bits with bitsandbytes, as in QLoRA (arXiv:2305.14314): loading, and recording in checkpoints.
 
 Only a frozen base is quantised; heads and adapters stay in floating point.
 """
@@ -33,9 +33,9 @@ def quantization_of(base: Any) -> dict[str, Any] | None:
 
 
 def quantization_options(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
-    """Options that load the base `name` quantised as recorded; {} if its own files already say so.
+    """Options that load the base `name` quantised as recorded; {} if its own files are already quantised.
 
-    options: of AutoConfig. ValueError if `recorded` is no quantisation."""
+    options: of AutoConfig. ValueError if `recorded` is no quantisation config."""
     if recorded is None or getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What the states of recurrent layers take in memory while text is generated, by the base's config alone."""
+"""How much memory the states of recurrent layers take during generation, from the base's config alone."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from specheads.decoding.target.arguments import cache_argument
 from specheads.decoding.target.hf_base import has_state
 from specheads.models.base.loading import auto_class
 
-TOKENS = 6  # of the pass that writes the states; their size does not depend on it
+TOKENS = 6  # length of the pass that writes the states; their size does not depend on it
 
 
 @dataclass(frozen=True)
 class StateSize:
-    """bytes_per_row: of one snapshot, the states of all recurrent layers after one row's text."""
+    """bytes_per_row: size of one snapshot, the states of all recurrent layers after one row's text."""
 
     bytes_per_row: int
 
     def held(self, paths: int = 1) -> int:
-        """Snapshots of each row that are held while a tree with so many root-to-leaf paths is verified: one after the
+        """How many snapshots per row are held while a tree with so many root-to-leaf paths is verified: one after the
         committed text, and one at the end of each path. A chain has one path."""
         return 1 + paths
 
     def line(self) -> str:
-        """For a person."""
+        """The size as text, for people."""
         return (
             f"{self.bytes_per_row / 1e6:,.2f} MB a row and snapshot; {self.held()} snapshots held in a step with a "
             "chain, 1 + paths with a tree"
@@ -36,15 +36,15 @@ class StateSize:
 
 
 def state_size(config: Any, dtype: torch.dtype | str | None = None) -> StateSize | None:
-    """Of a base with this config, whose weights have this dtype (None: the config's own). None without recurrent
-    layers, and where the states are kept outside transformers' own cache: such a base is refused."""
+    """The state size of a base with this config and weights of this dtype (None: the config's own). None without
+    recurrent layers, or if states are kept outside transformers' own cache: such a base is refused."""
     options = {} if dtype is None else {"dtype": dtype}
-    with torch.device("meta"):  # sizes only: nothing is allocated, and no number may be read
+    with torch.device("meta"):  # nothing is allocated, and no value can be read
         base = auto_class(config).from_config(deepcopy(config), **options)
         if not has_state(base):
             return None
         if hasattr(base, "set_experts_implementation"):
-            base.set_experts_implementation("batched_mm")  # the others read which experts were chosen
+            base.set_experts_implementation("batched_mm")  # other implementations read which experts were chosen
         cache = DynamicCache(config=base.config.get_text_config(decoder=True))
         try:
             with torch.no_grad():

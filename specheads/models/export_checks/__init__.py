@@ -1,4 +1,4 @@
-"""`--check`: loads an export with the code of the program it is for, if that is installed."""
+"""`--check`: loads an export with the code of the program it was written for, if that is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Check = Callable[[Path, "SpecModel"], str]
 
-# Engine → the module that shows whether its program is installed, and the function that loads an export with it.
+# Engine → the module that shows whether its program is installed, and the function that checks an export with it.
 _CHECKS: dict[str, tuple[str, Check | None]] = {
     "vllm": ("vllm", by_vllm.check), "sglang": ("sglang", None), "trtllm": ("tensorrt_llm", None),
     "speculators": ("speculators", by_speculators.check), "eagle": ("eagle", None), "medusa": ("medusa", None),
@@ -25,9 +25,9 @@ _CHECKS: dict[str, tuple[str, Check | None]] = {
 
 
 def check(folder: Path, engine: str, model: SpecModel) -> str:
-    """One line: what was loaded, by which version, and what was compared with the head.
+    """Check an export → one line on what was loaded, by which version, and what was compared with the head.
 
-    CheckpointError if the program's own code fails, or reads other values than were written.
+    CheckpointError if the program's own code fails, or reads values that differ from what was written.
     """
     module, run = _CHECKS.get(engine, (None, None))
     if module is None:

@@ -42,16 +42,16 @@ def check(folder: Path, model: SpecModel) -> str:
             turned = {"q_proj": head.num_attention_heads, "k_proj": head.num_key_value_heads}
             heads = next((count for part, count in turned.items() if part in name), None)
             found[name] = held[theirs] if heads is None else _halves(held[theirs], heads)
-    if "d2t" in found:  # the target's ids there, in the file how far they are from the draft's
+    if "d2t" in found:  # target ids in GGUF, offsets from draft ids in the export
         found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
-    count = compare_tensors("gguf", folder, found, unread=("t2d",))  # which the converter leaves out
+    count = compare_tensors("gguf", folder, found, unread=("t2d",))  # the converter leaves it out
     if head.rope_parameters["rope_type"] == "llama3":
         _compare_llama3(folder, head, held.get("rope_freqs.weight"))
     return f"gguf reads {DRAFT}: {len(wanted)} values of its metadata, the values of {count} tensors"
 
 
 def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
-    """Llama 3.1's positions are not metadata there: a tensor (d / 2,) has the divisor of each plain angle."""
+    """GGUF has Llama 3.1's rope scaling not in metadata but in a tensor (d / 2,) that divides the unscaled angles."""
     own = frequencies(head.head_dim, head.rope_parameters)[0]
     plain = frequencies(head.head_dim, {**head.rope_parameters, "rope_type": "default"})[0]
     if divisors is None or divisors.shape != own.shape or not torch.allclose(plain / divisors, own, rtol=1e-5):
@@ -59,7 +59,7 @@ def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
 
 
 def _wanted(head: Any, taps: list[int]) -> dict[str, Any]:
-    """Metadata by its keys after the architecture."""
+    """The expected metadata, by key without the architecture prefix."""
     rope = head.rope_parameters
     wanted = {
         "general.architecture": _ARCHITECTURE, "target_layers": taps, "embedding_length": head.hidden_size,
@@ -76,7 +76,7 @@ def _wanted(head: Any, taps: list[int]) -> dict[str, Any]:
 
 
 def _as_floats(values: dict[str, Any]) -> dict[str, Any]:
-    """Floats as GGUF has them, in 32 bits."""
+    """Floats rounded to 32 bits, as GGUF stores them."""
     return {
         name: torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
         for name, value in values.items()
@@ -101,5 +101,5 @@ def _values(gguf: Any, tensor: Any) -> Tensor:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each attention head in llama.cpp's order, pairs that rotate together → Llama's order, in halves."""
+    """Rows of each attention head in llama.cpp's order (rotated pairs are neighbours) → Llama's order (in halves)."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,6 +1,6 @@
 """Loads an export into ModelOpt's own EAGLE module, and compares names with its exporter's list.
 
-ModelOpt does not read its own exports; this is the module that it would have exported.
+ModelOpt cannot read its own exports; this is the module that it exports from.
 """
 
 from __future__ import annotations

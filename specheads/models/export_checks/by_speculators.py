@@ -21,6 +21,6 @@ def check(folder: Path, model: SpecModel) -> str:
     found = (
         f"{program} loads it, with the values of all {compare_tensors(program, folder, loaded.state_dict())} tensors"
     )
-    if model.head.config.kind != "eagle3":  # whose block is a Qwen3's
+    if model.head.config.kind != "eagle3":  # other kinds have Qwen3's block, not Llama's
         return found
     return f"{found}, {llama(program, folder, loaded.config.transformer_layer_config, model.head.config)}"

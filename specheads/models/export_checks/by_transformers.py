@@ -1,4 +1,4 @@
-"""Checks an export with a Llama's config against transformers, on which every program that reads it relies."""
+"""Checks an export with a Llama config against transformers, on which every program that reads it relies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZES = (
 
 
 def check(folder: Path, model: SpecModel) -> str:
-    """One line on the comparison; "" if the config is not a Llama's."""
+    """One line on what was compared; "" if the config is not a Llama's."""
     if (Files(folder).config or {}).get("model_type") != "llama":
         return ""
     program, head = f"transformers {transformers.__version__}", model.head.config
@@ -33,7 +33,7 @@ def check(folder: Path, model: SpecModel) -> str:
 
 
 def llama(program: str, folder: Path, config: Any, head: Any) -> str:
-    """Compare a Llama config in memory with a head, including rotary angles; returns what was compared."""
+    """Compare a Llama config in memory with a head, rotary angles included → what was compared, as text."""
     wanted = {**{name: getattr(head, name) for name in _SIZES}, "num_hidden_layers": head.num_layers}
     found = {name: getattr(config, name, None) for name in wanted}
     compare_values(

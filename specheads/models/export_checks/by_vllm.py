@@ -1,4 +1,4 @@
-"""Loads an export with vLLM's own config, model class and loader, in its own process, without the base's weights."""
+"""Loads an export with vLLM's own config, model class and loader, in a separate process, without the base's weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
 
 _SCRIPT = "specheads.models.export_checks.in_vllm"
-_UNREAD = ("t2d", "token_map")  # the latter where a Medusa head has a row for every token, as exports have
+_UNREAD = ("t2d", "token_map")  # token_map: vLLM ignores it if a Medusa head has a row per token, as exports do
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -52,7 +52,7 @@ def _dtype(folder: Path) -> str:
 
 
 def _by_file(folder: Path, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """vLLM's tensors under the file's names: stacked ones split, and without the rows that pad a vocabulary."""
+    """vLLM's tensors under the file's names: stacked ones are split, and padding rows of vocabularies dropped."""
     found, shapes = {}, Files(folder).shapes
     for name, shape in shapes.items():
         theirs, start = _location(name, shapes)
@@ -63,7 +63,7 @@ def _by_file(folder: Path, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _location(name: str, shapes: dict[str, Tensor]) -> tuple[str, int]:
-    """The end of vLLM's name for a tensor of the file, and the row of vLLM's tensor at which it begins."""
+    """The suffix of vLLM's name for a tensor of the file, and the row of vLLM's tensor at which it starts."""
     if name == "d2t":
         return "draft_id_to_target_id", 0
     theirs = name.replace("midlayer.", "layers.0.")

@@ -15,7 +15,7 @@ from specheads.models.formats.files import Files
 
 
 def compare_tensors(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:
-    """The number of tensors of the file that the program holds, each with equal values in its dtype.
+    """Check that the program holds every tensor of the file, with equal values in its dtype → how many.
 
     held: its tensors by the file's names. unread: names that it does not use. CheckpointError names those that differ.
     """
@@ -32,7 +32,7 @@ def _same(theirs: Tensor, own: Tensor) -> bool:
 
 
 def compare_values(program: str, folder: Path, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """CheckpointError with the values of a config that a program reads differently."""
+    """CheckpointError that names the config values which the program reads differently."""
     wrong = [f"{n} as {theirs.get(n)!r}, not {value!r}" for n, value in own.items() if theirs.get(n) != value]
     if wrong:
         raise CheckpointError(f"{program} reads of {folder} {'; '.join(wrong)}")
@@ -45,8 +45,8 @@ def positions_below(end: int) -> Tensor:
 
 
 def compare_rotary(program: str, head: Any, positions: Tensor, cos: Tensor, sin: Tensor) -> str:
-    """Compare its cos and sin (P, d / 2) at positions (P,) with the head's, within the precision of their dtype and of
-    an angle in float32."""
+    """Compare the program's cos and sin (P, d / 2) at positions (P,) with the head's, to within the precision of their
+    dtype and of float32 angles."""
     angles, factor = frequencies(head.head_dim, head.rope_parameters)
     angle = torch.outer(positions.float(), angles)
     gaps = (torch.stack([cos, sin]).detach().cpu().float() - torch.stack([angle.cos(), angle.sin()]) * factor).abs()

@@ -1,6 +1,7 @@
 """vLLM's process: python -m specheads.models.export_checks.in_vllm FOLDER BASE METHOD DEPTH DTYPE OUT.
 
-Writes what vLLM holds of the draft head in FOLDER into the file OUT. Of BASE only the config is used.
+Loads the draft head in FOLDER into vLLM, and writes its tensors as vLLM holds them to the file OUT. Of BASE only the
+config is used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(folder: str, base: str, method: str, depth: str, dtype: str, out: str) 
         init_distributed_environment(1, 0, f"file://{out}.rendezvous", 0, "gloo")
         initialize_model_parallel(1)
         model = initialize_model(vllm_config=config, model_config=draft)
-        # Without what get_model adds: it may pack the matrices for a device, and then their values cannot be compared.
+        # Not get_model, which may repack matrices for a device, so that their values cannot be compared.
         get_model_loader(config.load_config).load_weights(model, draft)
     rotary = next((m for m in model.modules() if hasattr(m, "cos_sin_cache")), None)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a run is built of, each part from the recipe: arguments, checkpoint to resume, rows, base and head."""
+"""The parts of a run, each built from the recipe: arguments, checkpoint to resume, rows, base and head."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from specheads.training.recipe.recipe import Recipe, RecipeError
 
 
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
-    """Model, rows to train on, rows held out and collator, with the base in memory, and its features kept where the
-    recipe has a cache."""
+    """Model, rows to train on, held-out rows and collator, with the base in memory, and its features cached if the
+    recipe has a feature_cache."""
     assert recipe.data is not None
     hub = hub_options(recipe.base)
     vocab_size = load_config(recipe.base, **hub).get_text_config(decoder=True).vocab_size
@@ -49,7 +49,7 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
 
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
-    """The same from saved features. FeatureError, a ValueError, says what is wrong with them."""
+    """The same parts from saved features. FeatureError, a ValueError, says what is wrong with them."""
     from specheads.training.features.training import from_disk
 
     folder, autocast = Path(str(recipe.features)), autocast_of(recipe.training)
@@ -57,7 +57,7 @@ def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
 
 
 def refuse_without_targets(train: Any) -> None:
-    """RecipeError where no draft has a target: the first after a token is for the second token after it."""
+    """RecipeError if no draft has a target: the first draft from a token predicts the second token after it."""
     rows = train.labels() if isinstance(train, FeatureDataset) else (train[i] for i in range(len(train)))
     for row in rows:
         documents = row.get("document_ids", [1] * len(row["labels"]))
@@ -71,9 +71,9 @@ def refuse_without_targets(train: Any) -> None:
 
 
 def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
-    """The recipe's training section; on a machine without an accelerator use_cpu is true unless it says otherwise."""
+    """The recipe's training section as arguments; without an accelerator use_cpu defaults to true."""
     options = {name: value for name, value in recipe.training.items() if name != "resume_from_checkpoint"}
-    # Without it, several processes on CPUs do not find one another and each trains on its own.
+    # Without it, several processes on CPUs would not find one another, and each would train on its own.
     options.setdefault("use_cpu", not torch.accelerator.is_available())
     try:
         refuse_absent_reporters(options.get("report_to"))
@@ -93,7 +93,7 @@ def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
 
 
 def resume_point(recipe: Recipe) -> str | None:
-    """The checkpoint that resume_from_checkpoint names; auto or true is the last finished one in output_dir, if any."""
+    """The checkpoint named by resume_from_checkpoint; auto or true mean the last finished one in output_dir, if any."""
     wanted = recipe.training.get("resume_from_checkpoint")
     if not wanted:
         return None
@@ -107,9 +107,9 @@ def resume_point(recipe: Recipe) -> str | None:
 
 @contextlib.contextmanager
 def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
-    """Models are loaded whole, since a head starts from the base's layers; the Trainer shards them later.
+    """In the block models are loaded whole, since a head starts from the base's layers; the Trainer shards them later.
 
-    transformers loads shards wherever ZeRO-3 is configured, whatever accelerate's zero3_init_flag says.
+    transformers loads shards whenever ZeRO-3 is configured, whatever accelerate's zero3_init_flag says.
     """
     if not is_deepspeed_zero3_enabled():
         yield
@@ -123,7 +123,7 @@ def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
 
 
 def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
-    """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
+    """Base and head: a new head, its draft vocabulary (if any) counted on the training data, or a checkpoint's."""
     base = load_base(recipe)
     dtype = base.dtype if recipe.head_dtype == "auto" else as_dtype(recipe.head_dtype)
     if recipe.init_from is not None:

@@ -1,4 +1,4 @@
-"""Why a training run ended early, in one line: what is left of it, and how to resume."""
+"""Why a training run ended early, in one line: what has been saved, and how to resume."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STATE = "trainer_state.json"
 
 
 class TrainingError(RuntimeError):
-    """A run that could not continue. What it saved before is whole; the message names the checkpoint to resume from."""
+    """A run that could not continue. What it has saved is intact; the message names the checkpoint to resume from."""
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """A run that was asked to stop, by Ctrl-C or a SIGTERM; number: of the signal.
+    """A run that was asked to stop, by Ctrl-C or SIGTERM; number: the signal's.
 
-    The message, on the first process alone, says at which step it stopped and how to resume.
+    The message, on the first process only, says at which step it stopped and how to resume.
     """
 
     def __init__(self, message: str = "", number: int = signal.SIGINT) -> None:
@@ -37,11 +37,11 @@ class TrainingStopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """In the block the first SIGINT or SIGTERM is a TrainingStopped, and later ones change nothing: a terminal and a
-    launcher may both send one, and the second would cut short the message of the first."""
+    """In the block the first SIGINT or SIGTERM raises TrainingStopped, and later ones are ignored: a terminal and a
+    launcher may both send one, and the second would cut the first one's message short."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in signals}
-    # Only the main thread receives signals; one that is ignored, as in a shell's background, stays ignored.
+    # Only the main thread receives signals; one that is ignored already, as in a background shell job, stays ignored.
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in signals if is_main and before[number] not in (None, signal.SIG_IGN)]
 
@@ -60,7 +60,7 @@ def stop_signals() -> Iterator[None]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether this checkpoint is whole. Its state is written last, so after a crash it is missing or half there."""
+    """Whether this checkpoint is complete. Its state is written last, so after a crash it is missing or truncated."""
     try:
         return isinstance(json.loads((folder / STATE).read_text("utf8")), dict)
     except (OSError, ValueError):
@@ -68,12 +68,12 @@ def is_finished(folder: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """After how many steps it was written."""
+    """The step at which the checkpoint was written."""
     return int(json.loads((checkpoint / STATE).read_text("utf8"))["global_step"])
 
 
 def last_finished(output_dir: Any, since: float = 0.0) -> Path | None:
-    """The newest checkpoint of a run that is whole; since: written no earlier than this time.time()."""
+    """The newest complete checkpoint of a run; since: written no earlier than this time.time()."""
     numbered = {
         int(folder.name.rpartition("-")[2]): folder
         for folder in Path(output_dir).glob("checkpoint-*")
@@ -94,7 +94,7 @@ def resume_hint(output_dir: Any) -> str:
 
 
 def holds_head_alone(checkpoint: Path) -> bool:
-    """Whether training.save_only_model=true left out what a run resumes with, random states among it."""
+    """Whether training.save_only_model=true left out what a run needs to resume, such as random states."""
     return not any(checkpoint.glob("rng_state*.pth"))
 
 
@@ -103,8 +103,8 @@ def begin_from_head(checkpoint: Path) -> str:
 
 
 def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
-    """What a run that was stopped leaves. since: when it began; resumed_from: the checkpoint it began from, if any;
-    head_saved: training had ended, and what came after it was stopped."""
+    """What a stopped run leaves. since: when it began; resumed_from: the checkpoint it began from, if any; head_saved:
+    training had finished, and something after it was stopped."""
     if head_saved:
         return f"stopped after step {step}, the last; the head is saved in {output_dir}"
     folder = last_finished(output_dir, since) or (Path(resumed_from) if resumed_from else None)
@@ -126,7 +126,7 @@ def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, he
 
 
 def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None:
-    """Raise TrainingError where a loss or a gradient norm is not a finite number."""
+    """TrainingError if a loss or a gradient norm is not finite."""
     number = float(value)
     if not torch.isfinite(torch.tensor(number)):
         raise TrainingError(
@@ -137,11 +137,11 @@ def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None
 
 @contextlib.contextmanager
 def writing(path: Path, output_dir: Any) -> Iterator[None]:
-    """In the block a file that cannot be written, a full disk, is a TrainingError; path: what was to be written."""
+    """In the block a failure to write a file, such as a full disk, is a TrainingError; path: what was to be written."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch.save raises a RuntimeError, whose words change with its version.
+        # torch.save raises a RuntimeError, whose text differs between versions.
         if isinstance(error, TrainingError) or is_lost_process(error):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -151,6 +151,6 @@ def writing(path: Path, output_dir: Any) -> Iterator[None]:
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Whether another process of this run ended, or did not answer in time."""
+    """Whether the error means that another process of this run ended, or did not answer in time."""
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "timeout caused pair closure")
     return isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)

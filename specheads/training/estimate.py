@@ -1,8 +1,8 @@
-"""What a training run will take, by its configs alone: parameters, memory of each process, time, disk for features.
+"""What a training run will need, from its configs alone: parameters, memory per process, time, disk for features.
 
-Nothing is loaded: base and head are built without weights. Memory is what stays (weights, gradients, the moments of
-AdamW or Muon), a rough peak of activations, and what the process takes without a model: on a CPU its libraries, as they
-are in this one; on a GPU a context. Time is a count of operations over a share of the device's peak speed.
+Nothing is loaded: base and head are built without weights. Memory is what persists (weights, gradients, the moments of
+AdamW or Muon), a rough peak of activations, and what a process takes without a model: on a CPU its libraries, as
+measured in this process; on a GPU a context. Time is the number of operations over a share of the device's peak speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specheads.training.trainer.optim import is_hidden_matrix
 
 GIB = 1 << 30
 GPU_CONTEXT = 0.5 * GIB  # of CUDA, its kernels and workspaces; not measured
-UTILISATION = 0.4  # of a GPU's dense bf16 peak, which frozen forward passes and a small head reach
+UTILISATION = 0.4  # share of a GPU's dense bf16 peak that frozen forward passes and a small head reach
 PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
     "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "MI300X": 1307e12,
 }  # fmt: skip
@@ -41,10 +41,10 @@ PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts of parameters; GiB of each process by part; GB of disk and seconds of one process a million tokens;
-    loading: GiB of host memory that each process fills before the model is sharded or moved; sharded_loading: of a
-    machine if one process alone loaded and the others received their shards, which is not built; recurrent_states:
-    what those of a hybrid base take while it generates, which training does not."""
+    """Parameter counts; memory: GiB per process, by part; disk_gb, seconds: for a million tokens on one process;
+    loading: GiB of host memory that each process fills before the model is sharded or moved; sharded_loading: GiB per
+    machine if only one process loaded and sent the others their shards, which is not implemented; recurrent_states: the
+    memory of a hybrid base's states during generation (training needs none)."""
 
     base_parameters: int
     trained_parameters: int
@@ -62,7 +62,7 @@ class Estimate:
         return {**vars(self), "memory_total": sum(self.memory.values())}
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """The estimate as text, for people."""
         parts = ", ".join(f"{name} {size:.2f}" for name, size in self.memory.items())
         disk = ", ".join(f"{size:.1f} GB as {name}" for name, size in self.disk_gb.items())
         plan, together = [], min(self.processes, 8)
@@ -88,8 +88,8 @@ class Estimate:
 def estimate(
     recipe: Recipe, processes: int | None = None, distributed: str | None = None, device: str | None = None
 ) -> Estimate:
-    """processes, distributed: as launch.LaunchConfig has them; None: the recipe's own, else one process, and "ddp" for
-    several. device: one of PEAKS, or None for the one here."""
+    """processes, distributed: as in launch.LaunchConfig; None: the recipe's, else one process, and "ddp" for several.
+    device: one of PEAKS, or None for this machine's."""
     if processes is not None and processes < 1:
         raise OptionError("{processes}: expected at least 1", processes=processes)
     processes = processes or recipe.launch.processes or 1
@@ -103,13 +103,13 @@ def estimate(
     if recipe.training.get("bf16") or recipe.training.get("fp16"):
         memory["autocast"] = _autocast(model, sizes)
     if distributed == "ddp" and processes > 1:
-        memory["buckets"] = sizes.trained * sizes.head_bytes  # DDP's copies of the gradients, which it sums in place
+        memory["buckets"] = sizes.trained * sizes.head_bytes  # DDP's flat copies of the gradients, which it all-reduces
     on_cpu = device is None and not torch.cuda.is_available()
     memory["runtime"] = psutil.Process().memory_info().rss if on_cpu else GPU_CONTEXT
     if distributed in SHARDED:
         memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
     name, speed = _device(device)
-    # The last layer's state is also what the teacher's probabilities come from, and saved once.
+    # The last layer's state, which the teacher's probabilities come from, is saved once even if it is also tapped.
     width = (sizes.taps + (layer_count(text_config(model.base)) not in model.head.layers)) * sizes.hidden
     states = state_size(config, None if recipe.base_dtype == "auto" else recipe.base_dtype)
     return Estimate(
@@ -140,8 +140,8 @@ def _build_without_weights(recipe: Recipe) -> tuple[Any, SpecModel]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the arithmetic needs of a run. frozen, trained, output: parameters, the last of the head's own output
-    matrices; base_bytes, head_bytes: of a weight; tokens: of a process and step."""
+    """What the arithmetic needs to know about a run. frozen, trained, output: parameter counts, `output` of the head's
+    own output matrices; base_bytes, head_bytes: per weight; tokens: per process and step."""
 
     frozen: int
     trained: int
@@ -155,11 +155,11 @@ class _Sizes:
     vocab: int
     layers: int
     taps: int
-    passes: float  # of the head, for each token
-    matrices: int  # of the trained parameters those of which Muon keeps one moment
-    recomputed: bool  # activations of the head's blocks, in the backward pass
+    passes: float  # of the head, per token
+    matrices: int  # trained parameters for which Muon keeps only one moment
+    recomputed: bool  # are the head's activations recomputed in the backward pass?
     head: DraftHead
-    joint: bool  # adapters on the base learn too
+    joint: bool  # are adapters on the base trained too?
 
     @classmethod
     def of_model(cls, model: SpecModel, recipe: Recipe, saved_dtype: Any) -> _Sizes:
@@ -192,26 +192,26 @@ class _Sizes:
 
     @property
     def logits(self) -> int:
-        """Of the target and of one draft, for a token."""
+        """How many logits a token has, of the target and of one draft together."""
         return self.vocab + (self.head.config.output_size or self.vocab)
 
 
 def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dict[str, float]:
-    """Bytes of each process by part, but for what is gathered. base: bytes of the whole frozen base."""
+    """Bytes per process by part, except what is gathered. base: bytes of the whole frozen base."""
     parts = KINDS[distributed]
     share, gradients_share, optimizer_share = (
         processes if part in parts else 1 for part in ("weights", "gradients", "optimizer")
     )
     hidden, inner, taps = sizes.hidden, sizes.inner, sizes.taps
-    # One frozen layer at a time, what is tapped, and what the head keeps for its backward pass: some 14 vectors of the
-    # hidden size and 3 of the inner one for each time a token goes through it.
+    # One frozen layer at a time, the tapped states, and what the head keeps for its backward pass: about 14 vectors of
+    # the hidden size and 3 of the inner size each time a token goes through it.
     activations: float = sizes.tokens * sizes.base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
     whole = min(1.0, sizes.passes) if sizes.recomputed else sizes.passes
     activations += sizes.tokens * whole * sizes.base_bytes * (14 * hidden + 3 * inner)
-    if sizes.recomputed:  # of each pass its inputs stay
+    if sizes.recomputed:  # the inputs of each pass are kept
         activations += sizes.tokens * sizes.passes * sizes.base_bytes * 2 * hidden
     activations += _unrolled_attention(sizes)
-    if sizes.joint:  # the gradient goes back through the base, which keeps what every layer needs for it
+    if sizes.joint:  # gradients flow through the base, so every layer keeps its activations
         activations += sizes.tokens * sizes.base_bytes * sizes.layers * (14 * hidden + 3 * inner)
     chunk = rows_of_chunk(sizes.logits, torch.device("cuda"))
     return {
@@ -220,13 +220,13 @@ def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dic
         "gradients": sizes.trained * sizes.head_bytes / gradients_share,
         "optimizer": (2 * sizes.trained - sizes.matrices) * 4 / optimizer_share,
         "activations": activations,
-        # A chunk's logits of target and one draft with the tensors of the loss, and the weights' gradients in float32.
+        # A chunk's logits (target and one draft) with the tensors of the loss, and output gradients in float32.
         "loss": 3 * 4 * min(chunk, sizes.tokens) * sizes.logits + 4 * sizes.output,
     }
 
 
 def _operations_per_token(sizes: _Sizes) -> float:
-    # Of a matrix a depth `passes` is the share of tokens, of one that all depths share how often it is applied.
+    # `passes` is the share of tokens for heads with a matrix per depth, and the number of uses for a shared matrix.
     projected = sizes.passes * (sizes.output or sizes.vocab * sizes.hidden)
     trained = sizes.passes * (sizes.trained - sizes.output)
     if sizes.joint:
@@ -235,9 +235,9 @@ def _operations_per_token(sizes: _Sizes) -> float:
 
 
 def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) -> float:
-    """Bytes of what is whole for a while where everything is sharded. accelerate (1.15) puts a head into FSDP2's root,
-    which stays whole from forward to backward as the output matrix does, and layers come one ahead; of ZeRO-3's as many
-    parameters as its `stage3_max_live_parameters`, 10⁹ by default."""
+    """Bytes of parameters that are temporarily gathered when everything is sharded. accelerate (1.15) puts a head into
+    FSDP2's root, which stays gathered from forward to backward, as does the output matrix; layers are prefetched one
+    ahead. ZeRO-3 gathers up to `stage3_max_live_parameters`, 10⁹ by default."""
     if distributed == "zero3":
         return min(sum(p.numel() for p in model.parameters()), 10**9) * base_bytes
     output = sum(p.numel() for p in model.get_output_embeddings().parameters())
@@ -245,27 +245,27 @@ def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) 
 
 
 def _autocast(model: SpecModel, sizes: _Sizes) -> float:
-    """Bytes of the 16-bit copies that autocast makes of float32 weights: of the trained ones, which it keeps through a
-    step, and of the largest frozen one, which it does not."""
+    """Bytes of autocast's 16-bit copies of float32 weights: of the trained ones, cached for a whole step, and of the
+    largest frozen one, as those are not cached."""
     frozen = max((p.numel() for p in model.base.parameters() if not p.requires_grad), default=0)
     return 2 * (sizes.trained * (sizes.head_bytes == 4) + frozen * (sizes.base_bytes == 4))
 
 
 def _sharded_loading(model: SpecModel, base: float, sizes: _Sizes) -> float:
-    """Bytes of host memory of a machine whose first process reads the files, starts the head and sends each layer to
-    the process that keeps it: the base once, the head twice (beside its gathered copy), and a layer on its way."""
+    """Host memory in bytes of a machine whose first process reads the files, initialises the head and sends each layer
+    to the process that keeps it: the base once, the head twice (with its gathered copy), and one layer in transit."""
     return base + 2 * sizes.trained * sizes.head_bytes + _largest_layer(model) * sizes.base_bytes
 
 
 def _largest_layer(model: SpecModel) -> int:
-    """Parameters of the base's largest decoder layer; 0 where its layers are not known."""
+    """Parameters of the base's largest decoder layer; 0 if its layers are not known."""
     layers = decoder_layers(model.base) or ()
     return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
 
 
 def _unrolled_attention(sizes: _Sizes) -> float:
-    """Bytes of the attention weights that later steps of a training-time test keep, in float32 and bfloat16: all of
-    them, or the one that is recomputed."""
+    """Bytes of the attention weights that training-time-test steps after the first keep, in float32 and bfloat16: of
+    all those steps, or of the one being recomputed."""
     config: Any = sizes.head.config
     starts = sizes.head.unrolled_starts(sizes.length)
     if sizes.recomputed and starts:
@@ -285,7 +285,7 @@ def _bytes(name: str, saved: Any) -> int:
 
 
 def _base_bytes(base: Any, bits: int | None, each: float) -> float:
-    """Of the frozen weights: matrices of quantised layers, with a scale for 64 weights or a row, and all others."""
+    """Bytes of the frozen weights: quantised matrices, with a scale per 64 weights at 4 bits, and all others."""
     frozen = sum(p.numel() for p in base.parameters() if not p.requires_grad)
     layers = decoder_layers(base)
     if bits is None or layers is None:
@@ -295,7 +295,7 @@ def _base_bytes(base: Any, bits: int | None, each: float) -> float:
 
 
 def _device(wanted: str | None) -> tuple[str, float]:
-    """A device's name, and its operations a second."""
+    """A device's name, and the operations a second to expect of it."""
     if wanted is None and torch.cuda.is_available():
         wanted = torch.cuda.get_device_name()
     if wanted is not None:

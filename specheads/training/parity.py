@@ -1,9 +1,9 @@
-"""The parity gate: the accepted length that training computes is the one that decoding reaches.
+"""The parity gate: is the accepted length that training computes the one that decoding reaches?
 
-Held-out prompts are decoded with the real loop, greedily, by a chain as deep as training scores. Then training's own
-forward scores the drafts on the text that came out. The base's next token is the same in both, so the ranks determine
-the loop's steps: any difference is one between the head that was trained and the head that is served. The same prompts
-are also decoded with the tree that will be used, which may choose its nodes by more than ranks.
+Held-out prompts are decoded with the real loop, greedily, with chains as deep as training scores. Then training's own
+forward scores drafts on the resulting text. The base's next token is the same in both, so the ranks determine the
+loop's steps: any difference is between the head as trained and the head as served. The same prompts are also decoded
+with the tree that will be used, which may choose its nodes by more than ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class ParityConfig:
-    """prompts: held-out rows that are decoded, 0 for none; prompt_tokens: of a row of plain text, those before the
-    first supervised one otherwise; max_new_tokens: of each; tolerance: the relative difference of the two accepted
-    lengths that is put down to rounding."""
+    """prompts: how many held-out rows to decode, 0 for none; prompt_tokens: prompt length for plain text (other prompts
+    end before the first supervised token); max_new_tokens: per prompt; tolerance: the relative difference of the two
+    accepted lengths that is attributed to rounding."""
 
     prompts: int = 8
     prompt_tokens: int = 32
@@ -61,8 +61,8 @@ class ParityConfig:
 
 @dataclass(frozen=True)
 class Parity:
-    """measured and simulated: tokens a step, by the loop and by training's ranks, over the same `steps` steps; served:
-    tokens a step of the loop with the head's default tree, and not by "auto", which may copy."""
+    """measured, simulated: tokens per step, by the loop and by training's ranks, over the same `steps` steps; served:
+    tokens per step of the loop with the head's default tree (not with "auto", which may copy)."""
 
     measured: float
     simulated: float
@@ -110,15 +110,15 @@ class Parity:
 
 
 def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[list[int]]:
-    """Prompts of the first tokenized rows: the tokens before the first supervised one, or `prompt_tokens` of plain
-    text."""
+    """The prompts of the first tokenized rows: the tokens before the first supervised one, or the first `prompt_tokens`
+    of plain text."""
     prompts: list[list[int]] = []
     for row in rows:
         if len(prompts) == config.prompts:
             break
         ids, labels = list(row["input_ids"]), list(row["labels"])
         documents = row.get("document_ids")
-        if documents is not None:  # of a packed row the first document
+        if documents is not None:  # the first document of a packed row
             ids, labels = ids[: list(documents).count(documents[0])], labels[: list(documents).count(documents[0])]
         first = next(i for i, label in enumerate([*labels, 0]) if label != IGNORED)
         prompt = ids[: first if first > 2 else config.prompt_tokens]  # plain text may begin with a bos of its own
@@ -129,13 +129,13 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
 
 @dataclass
 class _Steps:
-    """Tokens gained and the steps it took."""
+    """Tokens gained, and in how many steps."""
 
     tokens: int = 0
     steps: int = 0
 
     def add(self, gains: Iterable[int], positions: int) -> None:
-        """Add steps of so many tokens each, over the positions at which a whole draft has targets."""
+        """Add steps that gained `gains` tokens each, as long as they start within the first `positions` positions."""
         position = 0
         for gain in gains:
             if position >= positions:
@@ -150,7 +150,7 @@ class _Steps:
 
 
 def _simulate_steps(runs: list[int]) -> Iterator[int]:
-    """The tokens of each step of a loop whose draft at each position has `runs` right tokens."""
+    """The tokens gained at each step of a loop whose draft from position i has runs[i] right tokens."""
     position = 0
     while position < len(runs):
         yield 1 + runs[position]
@@ -158,7 +158,7 @@ def _simulate_steps(runs: list[int]) -> Iterator[int]:
 
 
 def _step_lengths(out: Any) -> tuple[list[int], list[int]]:
-    """The tokens that each step after the prefill gained, and the text with its prompt."""
+    """How many tokens each step after the prefill gained, and the text with its prompt."""
     assert isinstance(out, SpecGenerateOutput) and out.steps is not None
     return [len(step.tokens[0]) for step in out.steps[1:]], out.sequences[0].tolist()
 
@@ -167,10 +167,10 @@ def _step_lengths(out: Any) -> tuple[list[int], list[int]]:
 def compare(
     model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Callable[[float], None] | None = None
 ) -> Parity | None:
-    """Decode each prompt and score what came out; None where no text was long enough to compare.
+    """Decode each prompt and score the resulting text; None if no text was long enough to compare.
 
-    Of a prompt that leaves no room for the new tokens in the base's context the first tokens are read. The model is
-    left in the mode it was in.
+    A prompt that leaves no room for the new tokens in the base's context is cut to its first tokens. The model is left
+    in the mode it was in.
     """
     was_training = model.training
     model.eval()
@@ -180,7 +180,7 @@ def compare(
     if (length := base_length(model.base)) is not None:
         new_tokens = min(new_tokens, length - 1)
         room = length - new_tokens
-    # The base's config may have a penalty or stop words, which training does not count.
+    # The base's config may have a penalty or stop words, which training does not know of.
     config_before = model.generation_config
     model.generation_config = GenerationConfig(
         eos_token_id=config_before.eos_token_id, pad_token_id=config_before.pad_token_id
@@ -196,7 +196,7 @@ def compare(
             batch = Collator(0)([{"input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
-                runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # of the draft after each token
+                runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # right tokens of the draft from each position
                 # At the last position the text may end before the bonus token of a whole draft.
                 decoded.add(gains, len(runs) - 1)
                 scored.add(_simulate_steps(runs), len(runs) - 1)

@@ -1,4 +1,4 @@
-"""Which processes wrote a checkpoint, and what other processes resume from it."""
+"""Which processes wrote a checkpoint, and what other processes can resume from it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specheads.models.files import CONFIG
 from specheads.options import shown
 from specheads.training.errors import begin_from_head
 
-DECODING = ("tree", "draft_depth")  # options of a head that say nothing of its training
-MOST_ROWS = 1000  # that a checksum of the data reads
+DECODING = ("tree", "draft_depth")  # options of a head that do not affect its training
+MOST_ROWS = 1000  # read at most so many rows (about) for the data's checksum
 _LEARNT = ("labels", "loss_mask")  # either says which tokens are learnt
-WHOLE = ("no", "ddp")  # kinds whose checkpoints hold everything whole, and read one another's
+WHOLE = ("no", "ddp")  # kinds whose checkpoints are unsharded, and interchangeable
 
 
 class ResumeError(ValueError):
@@ -31,8 +31,8 @@ class ResumeError(ValueError):
 
 @dataclass(frozen=True)
 class Writers:
-    """processes: how many there were; rows: of a step, over all of them and their accumulation; kind: see launch; data:
-    what they learnt from, by `data_mark`; seed: of the order of the rows."""
+    """processes: how many there were; rows: per step, over all processes and accumulation; kind: see launch; data:
+    `data_mark` of the training data; seed: of the order of the rows."""
 
     processes: int
     rows: int
@@ -41,8 +41,8 @@ class Writers:
     seed: int | None = None
 
     def refuse(self, written: Writers, checkpoint: Path, other_rows: bool = False) -> None:
-        """Raise ResumeError where these processes cannot resume what others have written. other_rows: another number of
-        rows a step, or other data, are intended."""
+        """ResumeError if these processes cannot resume what others have written. other_rows: a different number of rows
+        per step, or different data, is intended."""
         restart = begin_anew(checkpoint)
         if self.kind != written.kind and not (self.kind in WHOLE and written.kind in WHOLE):
             raise ResumeError(
@@ -71,7 +71,7 @@ class Writers:
 
 
 def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
-    """Raise ResumeError where the checkpoint holds another head than this run's, or one for another base."""
+    """ResumeError if the checkpoint's head is not like this run's, or is for another base."""
     if not (checkpoint / CONFIG).is_file():
         return
     written = SpecConfig.from_dict(json.loads((checkpoint / CONFIG).read_text("utf8")))
@@ -91,7 +91,7 @@ def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
 
 
 def refuse_head_alone(checkpoint: Path, kind: str) -> None:
-    """Raise ResumeError for a checkpoint without the optimizer or the schedule: transformers would begin both anew."""
+    """ResumeError for a checkpoint without optimizer or schedule, which transformers would silently restart."""
     missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).is_file()]
     if kind in WHOLE and missing:
         raise ResumeError(
@@ -105,13 +105,13 @@ def begin_anew(checkpoint: Path) -> str:
 
 
 def data_mark(rows: Any) -> str | None:
-    """How many rows a dataset has, a checksum of the tokens of some, and one of which of these are learnt, where rows
-    hold tokens (a transform or a collator may make them later); None of what has neither."""
-    rows = getattr(rows, "rows", rows)  # of a feature cache
+    """A dataset's number of rows, a checksum of the tokens of some, and one of their labels, if rows hold tokens (a
+    transform or a collator may make them later); None for a dataset without a length."""
+    rows = getattr(rows, "rows", rows)  # a feature cache wraps them
     if not hasattr(rows, "__len__"):
         return None
     mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MOST_ROWS))
-    if hasattr(rows, "checksum"):  # saved features, of which a row is large
+    if hasattr(rows, "checksum"):  # saved features, whose rows are large
         return f"{mark}, checksum {rows.checksum()} of the features"
     names = rows[0] if isinstance(rows, list | tuple) and rows else getattr(rows, "column_names", ())
     if "input_ids" not in names:
@@ -126,7 +126,7 @@ def data_mark(rows: Any) -> str | None:
 
 
 def other_data(one: str | None, other: str | None) -> bool:
-    """Do two marks tell of other data? Those of older versions end sooner."""
+    """Do two marks show different data? Those of older versions are shorter."""
     return bool(one and other) and not (str(one).startswith(str(other)) or str(other).startswith(str(one)))
 
 
@@ -136,7 +136,7 @@ def _crc(numbers: Iterable[Any], crc: int) -> int:
 
 @dataclass(frozen=True)
 class Unlogged:
-    """What a process has summed since the last log. meters: of states of TrainingMeters; loss: the Trainer's own sum;
+    """What a process has summed since the last log. meters: states of TrainingMeters; loss: the Trainer's own sum;
     last_logged: the step of that log."""
 
     meters: list[dict[str, list[float]]]
@@ -147,24 +147,24 @@ class Unlogged:
         with replacing(_file(folder, process)) as path:
             path.write_text(json.dumps({**asdict(self), **asdict(writers)}), "utf8")
         if process == 0:
-            for left in Path(folder).glob("unlogged_*.json"):  # of more processes that were at this step before
+            for left in Path(folder).glob("unlogged_*.json"):  # from an earlier run with more processes at this step
                 if left not in [_file(folder, i) for i in range(writers.processes)]:
                     left.unlink()
 
     @classmethod
     def load(cls, folder: str, process: int, processes: int) -> Unlogged:
-        """For one of so many processes: its own sums. Where another number of them wrote, the first takes the meters of
-        all, and each the mean of their losses, as the Trainer logs the mean of its processes."""
+        """The sums for one of `processes` processes: its own. If a different number of processes wrote them, the first
+        takes everyone's meters, and each takes the mean loss, as the Trainer logs the mean over processes."""
         writers = writers_of(folder, process)
         assert writers is not None
-        same = writers.processes == processes  # whose files may lie on machines of their own
+        same = writers.processes == processes  # their files may be on different machines
         records = [_read(_file(folder, i)) for i in ([process] if same else range(writers.processes))]
         meters = [meter for record in records for meter in record["meters"]] if same or process == 0 else []
         return cls(meters, sum(record["loss"] for record in records) / len(records), records[0]["last_logged"])
 
 
 def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
-    """The writers of a checkpoint, as this process finds it; None where it does not say."""
+    """The writers of a checkpoint, as far as this process can see; None if not recorded."""
     file = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
     if file is None or "processes" not in (record := _read(file)):
         return None

@@ -1,4 +1,4 @@
-"""One training run of a head: recipe → tokenizer, data, base + head → SpecTrainer → the head in output_dir."""
+"""A training run of a head: recipe → tokenizer, data, base and head → SpecTrainer → the head in output_dir."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Run:
     head_saved: bool = False
 
     def train(self) -> dict[str, float]:
-        """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
-        the final metrics.
+        """Train, evaluate on held-out rows if there are any, save the head, compare it with real decoding → the final
+        metrics.
 
-        Raises TrainingError where it cannot continue; TrainingStopped, a KeyboardInterrupt, where it was asked to stop;
-        ParityError, with everything saved, where decoding and training disagree.
+        TrainingError if it cannot continue; TrainingStopped, a KeyboardInterrupt, if it was asked to stop; ParityError,
+        with everything saved, if decoding and training disagree.
         """
         began = time.time()
         try:
@@ -86,14 +86,14 @@ class Run:
         trainer = self.trainer
         for callback in trainer.callback_handler.callbacks:
             if (bar := getattr(callback, "training_bar", None)) is not None:
-                bar.close()  # which ends its line
+                bar.close()  # ends the bar's line
         if not trainer.is_world_process_zero():
             return TrainingStopped(number=number)
         step, output = trainer.state.global_step, trainer.args.output_dir
         return TrainingStopped(stop_message(step, output, began, self.checkpoint, self.head_saved), number)
 
     def _run(self) -> tuple[dict[str, float], Parity | None]:
-        """Everything but the verdict, each part on disk before the next begins."""
+        """Everything but the parity verdict; each part is on disk before the next begins."""
         trainer = self.trainer
         if self.checkpoint is None and trainer.is_world_process_zero() and _holds_head(trainer.args.output_dir):
             _log.warning("%s holds a finished head: it is replaced when this run ends", trainer.args.output_dir)
@@ -101,7 +101,7 @@ class Run:
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
         with writing(output, output):
-            trainer.save_model(str(output), _internal_call=True)  # uploaded below, once all is measured
+            trainer.save_model(str(output), _internal_call=True)  # uploaded below, once everything is measured
             self.head_saved = True
             trainer.save_state()
         if trainer.eval_dataset is not None:
@@ -120,8 +120,8 @@ class Run:
         return metrics, parity
 
     def _evaluated(self) -> dict[str, float]:
-        """The figures of the head in memory: those that this process has measured at its step, else measured now. The
-        log has them once, under that step."""
+        """Evaluation metrics of the head in memory: those this run has logged at the head's step, else measured now.
+        The log has them once, under that step."""
         trainer, log = self.trainer, self.trainer.state.log_history
         step, last = trainer.head_step, trainer.state.global_step
         known = {
@@ -151,8 +151,8 @@ class Run:
             run_card.write(output, model, TrainingRecord.of_folder(output))
 
     def _metrics_if_finished(self) -> dict[str, float] | None:
-        """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
-        take one more step each time, or none and a loss of 0. None where there is something to do."""
+        """The metrics of a run that had already taken its last step, with its head restored; transformers (5.23) would
+        take one more step each time, or none and report a loss of 0. None if there is something left to do."""
         trainer, arguments = self.trainer, self.trainer.args
         if self.checkpoint is None or launch.kind_of(trainer.accelerator) not in WHOLE:
             return None
@@ -171,7 +171,7 @@ class Run:
         return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
 
     def _parity(self) -> Parity | None:
-        """Measured on the first process and sent to all; None where nothing can be decoded."""
+        """Parity, measured on the first process and sent to all; None if nothing can be decoded."""
         trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
         parity = None
         if trainer.is_world_process_zero() and self.parity.prompts:
@@ -203,7 +203,7 @@ class Run:
 
 
 def evaluations_waited(state: TrainerState) -> int:
-    """How many evaluations, up to this state of a run, were no better than the best."""
+    """How many evaluations in a row, up to this state, were no better than the best."""
     callbacks: Any = state.stateful_callbacks
     kept = callbacks.get(EarlyStoppingCallback.__name__, {})
     return kept.get("attributes", {}).get("early_stopping_patience_counter", 0)
@@ -214,8 +214,8 @@ def _holds_head(folder: Any) -> bool:
 
 
 def prepare(recipe: Recipe) -> Run:
-    """Load and check everything a run needs. Raises RecipeError, LaunchError, or another ValueError or OSError for bad
-    data, a bad base or a bad checkpoint."""
+    """Load and check everything a run needs. RecipeError, LaunchError, or another ValueError or OSError for bad data, a
+    bad base or a bad checkpoint."""
     arguments = training_arguments(recipe)
     launch.check(recipe.launch, arguments.world_size)
     checkpoint = resume_point(recipe)
@@ -224,7 +224,7 @@ def prepare(recipe: Recipe) -> Run:
         model, train, held_out, collator = saved_parts(recipe) if recipe.features else live_parts(recipe, arguments)
     refuse_without_targets(train)
     if recipe.features or recipe.feature_cache:
-        arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
+        arguments.remove_unused_columns = False  # they would be removed, as forward() does not name them
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
         stopping = EarlyStoppingCallback(recipe.early_stopping)

@@ -1,4 +1,4 @@
-"""What a base model is trained with, as train/base_model.py takes it."""
+"""The options of train/base_model.py."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ _LEAST = {
 class Options:
     output_dir: str = field(metadata={"help": "where the model, tokenizer, held_out.txt and training.json go"})
     init: str | None = field(default=None, metadata={"help": "continue from this saved model instead of from scratch"})
-    teacher: str | None = field(default=None, metadata={"help": "learn this saved model's output (same tokenizer)"})
+    teacher: str | None = field(default=None, metadata={"help": "distil this saved model (same tokenizer)"})
     config: str | None = field(
-        default=None, metadata={"help": "config.json of what to train from scratch instead of a Llama, of any class"}
+        default=None, metadata={"help": "config.json of a model of any class to train from scratch instead of a Llama"}
     )
     tokenizer: str | None = field(default=None, metadata={"help": "use this saved tokenizer instead of training one"})
     layers: int | None = field(
         default=None,
-        metadata={
-            "help": "number of layers (default: 8, or those of --init, which is deepened or thinned out to others)"
-        },
+        metadata={"help": "number of layers (default: 8, or that of --init, to which layers are added or removed)"},
     )
     hidden_size: int = 256
     intermediate_size: int = 704
     head_dim: int = 64
     vocab_size: int = 4096
     data: list[str] = field(
-        default_factory=list, metadata={"help": "files, and folders of .py files, to train on beside the library"}
+        default_factory=list,
+        metadata={"help": "files, and folders of .py files, to train on besides the standard library"},
     )
     packages: list[str] = field(
         default_factory=list,
-        metadata={"help": "installed packages whose own .py files to train on too (their tests and copies left out)"},
+        metadata={"help": "installed packages whose .py files to train on too (without tests and vendored copies)"},
     )
     files: int | None = field(
-        default=None, metadata={"help": "train on so many files of the library, drawn at random (default: all)"}
+        default=None, metadata={"help": "number of standard library files to train on, drawn at random (default: all)"}
     )
     minutes: float = field(default=90.0, metadata={"help": "wall-clock budget of the training loop"})
-    tokens: float | None = field(default=None, metadata={"help": "budget in tokens, 40e6 say, in place of minutes"})
+    tokens: float | None = field(default=None, metadata={"help": "budget in tokens, such as 40e6, instead of minutes"})
     resume: bool = field(
         default=False, metadata={"help": "continue the run that was interrupted in output_dir, if any"}
     )
@@ -74,7 +73,7 @@ class Options:
 
     @property
     def heads(self) -> int:
-        """Of attention, in a new Llama."""
+        """Attention heads of a new Llama."""
         return self.hidden_size // self.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""Tokenizer, model, teacher and optimizers of a base model to be trained."""
+"""Tokenizer, model, teacher and optimizers for training a base model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import (
 from specheads.training.base_model.options import Options
 from specheads.training.trainer.muon import Muon
 
-LAYERS, POSITIONS = 8, 1024  # of a new Llama; more positions where it learns longer texts
+LAYERS, POSITIONS = 8, 1024  # of a new Llama; more positions if it is trained on longer texts
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
@@ -65,8 +65,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
 
 
 def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """More layers: the same function, the new ones copies whose output projections are zero, spread evenly.
-    Fewer: some of the model's own, spread evenly, its first and last among them."""
+    """The model with `layers` layers. More: copies with zeroed output projections are inserted evenly, so it computes
+    the same function. Fewer: an evenly spaced subset that includes the first and last."""
     old = model.config.num_hidden_layers
     if layers < old:
         kept = [round(i * (old - 1) / max(1, layers - 1)) for i in range(layers)]
@@ -92,7 +92,7 @@ def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 
 def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model to learn from. Raises ValueError where it has other tokens."""
+    """The model to learn from. ValueError if its vocabulary differs."""
     vocabulary: dict[str, int] = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
     if vocabulary != tokenizer.get_vocab():
         raise ValueError(f"--teacher {path} has another tokenizer; start from it or from a model of its: --init {path}")
@@ -100,8 +100,8 @@ def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMod
 
 
 def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model that --init names, with the layers asked for, or a new one: that of --config, or a Llama. ValueError
-    where it takes shorter texts than it would be trained on."""
+    """The model of --init with the requested number of layers, or a new one: from --config, or a Llama. ValueError if
+    its longest text is shorter than those it would be trained on."""
     if options.init:
         model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
         _refuse_longer_texts(options, options.init, model.config)

@@ -27,7 +27,7 @@ from specheads.training.base_model.parts import build_model, build_optimizers, e
 from specheads.training.distributed.launch import refuse_several
 
 RESUME, HELD_OUT = "resume.pt", "held_out.txt"
-RECORD = "training.json"  # written when the model has been
+RECORD = "training.json"  # written after the model
 # Options that may differ between a run and its resumption: its folder and its length.
 _FREE = ("output_dir", "resume", "minutes", "tokens", "save_steps")
 
@@ -51,7 +51,7 @@ def held_out_loss(model: PreTrainedModel, data: np.ndarray, options: Options, nu
 
 @dataclass
 class Run:
-    """A training run between two steps: all that the next step depends on, and what the log counts."""
+    """The state of a training run between two steps: all that the next step depends on, and what the log counts."""
 
     options: Options
     model: PreTrainedModel
@@ -68,13 +68,13 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """The share of the budget that is used up."""
+        """The share of the budget that has been used."""
         if self.options.tokens is not None:
             return self.tokens / self.options.tokens
         return self.seconds / 60 / self.options.minutes
 
     def set_learning_rates(self) -> None:
-        """50 steps of warm-up, a flat part, and a linear decay to a hundredth."""
+        """50 warm-up steps, a constant part, and a linear decay to a hundredth of the peak."""
         flat = self.options.flat_fraction
         decay = 1.0 if self.progress < flat else (1 - self.progress) / (1 - flat)
         scale = min(1.0, (self.step + 1) / 50) * max(0.01, decay)
@@ -82,7 +82,7 @@ class Run:
             optimizer.param_groups[0]["lr"] = peak * scale
 
     def train_step(self, model: Any, teacher: PreTrainedModel | None) -> None:
-        """One step of `model`: this run's, or what torch.compile made of it. teacher: whose distribution is learnt."""
+        """One training step. model: this run's, perhaps compiled. teacher: learn its distribution, not the text."""
         self.set_learning_rates()
         ids = batch(self.data, self.rng, self.options)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.options.bf16):
@@ -112,7 +112,7 @@ class Run:
             torch.save(state, temporary)
 
     def load(self, path: Path) -> None:
-        """ValueError where what was saved is of other options or other data."""
+        """ValueError if the saved run had different options or data."""
         state = torch.load(path, weights_only=True, map_location="cpu")
         options = fixed_options(self.options)
         for name, value in state["options"].items():
@@ -140,7 +140,7 @@ def digest(data: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids to train on and held out. held_out: names of the standard library's files that are."""
+    """Token ids to train on, and held out. held_out: names of the held-out files of the standard library."""
 
     tokenizer: PreTrainedTokenizerFast
     train_ids: np.ndarray
@@ -152,8 +152,7 @@ class Corpus:
 
 
 def load_texts(options: Options, held_out: list[str]) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts held out. A file of --data or --packages that is one of
-    the latter is left out."""
+    """Texts to train on, and texts held out. Files of --data or --packages that are held out are skipped."""
     eval_texts = [text for _, text in corpus.texts("held_out", held_out)]
     train_texts = [text for _, text in corpus.texts("train", held_out)]
     seen = {*eval_texts, *train_texts}
@@ -167,7 +166,7 @@ def load_texts(options: Options, held_out: list[str]) -> tuple[list[str], list[s
 
 
 def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
-    """The texts as token ids, by the tokenizer of --init or of the unfinished run, or a new one."""
+    """The texts as token ids, with the tokenizer of --init or of the unfinished run, or a new one."""
     recorded = Path(options.init) / HELD_OUT if options.init else out / HELD_OUT
     held_out = recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
     train_texts, eval_texts = load_texts(options, held_out)
@@ -181,7 +180,7 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
 
 
 def refuse_wrong_start(options: Options, out: Path) -> None:
-    """ValueError for an interrupted run that is not to be resumed, options that contradict, or a head as a model."""
+    """ValueError for an interrupted run without --resume, contradictory options, or a head given as a model."""
     sizes = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
     for origin, names in (("init", ("config", "tokenizer", *sizes)), ("config", ("layers", *sizes[:3]))):
         for name in names if getattr(options, origin) else ():
@@ -194,9 +193,9 @@ def refuse_wrong_start(options: Options, out: Path) -> None:
 
 
 def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:
-    """The model in bfloat16, its record and, the first time, its tokenizer and what is held out: what an earlier run
-    left in the folder stays whole until then. loss: held out; None before the end."""
-    if not (out / RESUME).is_file():  # once, so that an interruption cannot leave half of them
+    """Save the model in bfloat16, its record and, the first time, its tokenizer and the held-out names. Until then what
+    an earlier run left in the folder stays intact. loss: the held-out one; None before the end."""
+    if not (out / RESUME).is_file():  # only once, so that an interruption cannot leave them half written
         texts.tokenizer.save_pretrained(out)
         (out / HELD_OUT).write_text("\n".join(texts.held_out) + "\n", "utf8")
     run.model.generation_config.pad_token_id = texts.tokenizer.pad_token_id
@@ -219,8 +218,8 @@ def train(
 ) -> None:
     """Train, and save the model, its tokenizer, held_out.txt and the record in options.output_dir.
 
-    say: takes a line at the start and at the end; tell: takes the share done and a line every 50 steps (default: say).
-    Raises ValueError or OSError for options that contradict one another, or files that are missing or wrong.
+    say: called with lines at the start and at the end; tell: called every 50 steps with the share done and a line
+    (default: say). ValueError or OSError for contradictory options, or files that are missing or wrong.
     """
     refuse_several()
     torch.manual_seed(options.seed)
@@ -250,7 +249,7 @@ def train(
 
 
 def run_to_the_end(run: Run, texts: Corpus, out: Path, tell: Callable[[float, str], None]) -> None:
-    """Steps until the budget is used up; every --save_steps the model and what resumes the run are saved."""
+    """Train until the budget is used up, saving the model and a resumable state every --save_steps steps."""
     options = run.options
     run.model.train()
     step_model = torch.compile(run.model) if options.compile else run.model

@@ -1,1 +1,1 @@
-"""Runs of several processes: what launchers start, and checkpoints under DeepSpeed and FSDP2."""
+"""Runs with several processes: what launchers start, and checkpoints under DeepSpeed and FSDP2."""

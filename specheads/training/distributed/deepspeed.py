@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints as heads need them: without the frozen base, and read by any number of processes."""
+"""DeepSpeed checkpoints for heads: without the frozen base, and readable by any number of processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ UNIVERSAL, LATEST = "universal", "latest_universal"  # the folder, and the file 
 
 
 def patch_engine(engine: Any) -> None:
-    """Let a DeepSpeedEngine leave frozen parameters out of its checkpoints, and read those that any number of
-    processes wrote."""
+    """Make a DeepSpeedEngine leave frozen parameters out of its checkpoints, and read those written by any number of
+    processes."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
 
     def save_checkpoint(save_dir: str, *args: Any, exclude_frozen_parameters: bool = True, **options: Any) -> Any:
         return save(save_dir, *args, exclude_frozen_parameters=exclude_frozen_parameters, **options)
 
     def load_checkpoint(load_dir: str, *args: Any, **options: Any) -> Any:
-        options["load_module_strict"] = False  # the base is not there
+        options["load_module_strict"] = False  # the base is not in the checkpoint
         written = writers_of(load_dir, PartialState().process_index)
         if written is None or written.processes == PartialState().num_processes:
             return load(load_dir, *args, **options)
@@ -46,13 +46,13 @@ def patch_engine(engine: Any) -> None:
 
 @contextmanager
 def universal_checkpoint(checkpoint: Path) -> Iterator[Path]:
-    """The checkpoint's state by parameter instead of by process, in a folder inside it while it is read. Raises
-    ResumeError where DeepSpeed cannot convert it."""
+    """In the block, the checkpoint's state by parameter instead of by process, in a temporary folder inside it.
+    ResumeError if DeepSpeed cannot convert it."""
     state = PartialState()
     folder = checkpoint / UNIVERSAL
     failure = None
     if state.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that ended here
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was stopped here
         failure = _convert(checkpoint / (checkpoint / "latest").read_text("utf8").strip(), folder)
     (failure,) = broadcast_object_list([failure])
     if failure is not None:
@@ -68,7 +68,7 @@ def universal_checkpoint(checkpoint: Path) -> Iterator[Path]:
 
 
 def _convert(parts: Path, folder: Path) -> str | None:
-    """Run DeepSpeed's converter. The end of its stderr where it fails, else None."""
+    """Run DeepSpeed's converter → the end of its stderr if it fails, else None."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     done = subprocess.run(
@@ -79,8 +79,8 @@ def _convert(parts: Path, folder: Path) -> str | None:
 
 
 def repair_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Repair what DeepSpeed (0.19) restores wrongly at stage 3: one step count for all flat parameters, which each of
-    them increments, and the first group's options in every group."""
+    """Repair what DeepSpeed (0.19) restores wrongly at stage 3: all flat parameters share one step count, which each of
+    them increments, and every group has the first group's options."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()

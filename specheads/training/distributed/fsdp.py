@@ -1,4 +1,4 @@
-"""FSDP2's checkpoints as heads need them: without the frozen base."""
+"""FSDP2 checkpoints for heads: without the frozen base."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from accelerate.utils import fsdp_utils
 
 @contextmanager
 def trained_weights_only(accelerator: Any) -> Iterator[None]:
-    """Within it, accelerate (1.15) writes and reads trained weights alone, as it otherwise does only for peft models.
+    """In the block accelerate (1.15) saves and loads only trained weights, as it otherwise does only for peft models.
 
-    Under FSDP2 with whole state dicts, as in recipes/accelerate/.
+    Applies to FSDP2 with full state dicts, as in recipes/accelerate/.
     """
     plugin, asked = getattr(accelerator.state, "fsdp_plugin", None), getattr(fsdp_utils, "is_peft_model", None)
     whole = plugin is not None and plugin.fsdp_version == 2 and plugin.state_dict_type.name == "FULL_STATE_DICT"

@@ -1,4 +1,4 @@
-"""Compare what a launcher was asked for with what it started: launchers fall back to less without warning.
+"""Compare what a launcher was asked for with what it started: launchers silently fall back to less.
 
 `accelerate launch --cpu --num_processes 2` starts one process; FSDP2 on CPUs trains as plain DDP; torchrun without a
 GPU and without use_cpu starts independent runs.
@@ -15,7 +15,7 @@ from typing import Any
 
 from specheads.options import OptionError, refuse_unknown
 
-# Kind → what each process holds a part of; the rest it holds whole.
+# Kind → what is sharded over the processes; each holds the rest whole.
 KINDS: dict[str, tuple[str, ...]] = {
     "no": (), "ddp": (),
     "fsdp": ("optimizer", "gradients", "weights"), "fsdp2": ("optimizer", "gradients", "weights"),
@@ -25,12 +25,12 @@ SHARDED = tuple(kind for kind, parts in KINDS.items() if "weights" in parts)  # 
 
 
 class LaunchError(RuntimeError):
-    """The processes that run are not those that were asked for."""
+    """The running processes are not those that were asked for."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What is expected: processes in all; distributed: one of KINDS. None is not checked."""
+    """What is expected. processes: their total number; distributed: one of KINDS. None: not checked."""
 
     processes: int | None = None
     distributed: str | None = None
@@ -55,9 +55,9 @@ class LaunchConfig:
 
 
 def check(asked: LaunchConfig, processes: int, distributed: str | None = None) -> None:
-    """LaunchError unless what runs is what the recipe, the launcher's environment and its command line ask for.
+    """LaunchError unless this run is what the recipe, the launcher's environment and its command line ask for.
 
-    distributed None is not known yet, and not compared.
+    distributed: None if not known yet, and then not compared.
     """
     requests = {
         "the recipe's launch section": asked,
@@ -77,7 +77,7 @@ def check(asked: LaunchConfig, processes: int, distributed: str | None = None) -
 
 
 def refuse_several() -> None:
-    """ValueError under a launcher of several processes, for what is written by one."""
+    """ValueError if a launcher has started several processes, for programs whose output one process writes."""
     if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ValueError(
             f"{processes} processes were started, and each would write all of the output to the same files: this runs "
@@ -107,11 +107,11 @@ def kind_of(accelerator: Any) -> str:
 
 
 def wait_for_all(state: Any) -> None:
-    """Until every process is here, and the group can be destroyed. state: an Accelerator or a PartialState.
+    """Wait until every process is here, and the group can be destroyed. state: an Accelerator or a PartialState.
 
-    A process that ends before others may abort at exit, and the launcher then stops one that still writes. And gloo's
-    thread takes the interpreter's lock to let go of the barrier, while destroying the group waits for that thread with
-    the lock held: for ever, where the thread has had no time to take it.
+    A process that ends before others may abort at exit, and the launcher then stops one that is still writing. And
+    gloo's thread needs the GIL to release the barrier, while destroying the group waits for that thread holding the
+    GIL: a deadlock, unless the thread gets time to take it first.
     """
     state.wait_for_everyone()
     if state.num_processes > 1:
@@ -131,7 +131,7 @@ def from_environment(environment: Mapping[str, str]) -> LaunchConfig:
 
 
 def from_command(command: Sequence[str]) -> LaunchConfig:
-    """The processes that an `accelerate launch` command asks for, by flag or by the configuration file it names."""
+    """The processes that an `accelerate launch` command asks for, by flag or in its configuration file."""
     start = next((i for i, word in enumerate(command) if _launches(word, command[i + 1 : i + 2])), None)
     if start is None:
         return LaunchConfig()
@@ -149,7 +149,7 @@ def from_command(command: Sequence[str]) -> LaunchConfig:
 
 
 def _launches(word: str, following: Sequence[str]) -> bool:
-    """Is this word `accelerate launch`, in one of the ways to call it?"""
+    """Does `accelerate launch`, in any of its spellings, start at this word?"""
     if Path(word).name == "accelerate":
         return list(following) == ["launch"]
     return Path(word).name in ("accelerate-launch", "accelerate.commands.launch") or word.endswith(

@@ -1,4 +1,4 @@
-"""What the base sees of the rows in the first epoch, kept on disk for the later ones, while the base stays in memory.
+"""A disk cache of the base's features, filled in the first epoch and read in later ones; the base stays in memory.
 
 Shapes: B batch rows, T positions, N tokens of all rows, F tapped features, H hidden.
 """
@@ -33,13 +33,12 @@ _log = logging.getLogger(__name__)
 RECORD, STATES, MARKS, LOCK = "cache.json", "states.bin", "rows.bin", "lock"
 ROW_NUMBERS = "row_numbers"
 _PIECE = 1 << 24
-_SAVED = 1 << 32  # set in the mark of a row that is on disk, beside the checksum of its states
+_SAVED = 1 << 32  # the bit of a row's mark that says it is on disk; the lower 32 are the checksum of its states
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the states of a cache depend on. base: its fingerprint. text: a checksum of the
-    rows' tokens and documents."""
+    """What a cache's states depend on. base: its fingerprint. text: a checksum of the rows' tokens and documents."""
 
     base: Any
     dtype: str
@@ -50,14 +49,14 @@ class Origin:
 
 
 class FeatureCache:
-    """Tapped features and last hidden states of every row, in one file that has room for all of them from the start.
+    """Tapped features and last hidden states of every row, in one file allocated in full from the start.
 
-    Each row is written once, whole, and marked with its checksum. A row whose checksum is wrong counts as not saved.
-    Several processes of one machine share the folder.
+    Each row is written once, whole, and marked with its checksum. A row with a wrong checksum counts as not saved.
+    Several processes on one machine share the folder.
     """
 
     def __init__(self, folder: str | Path, origin: Origin, lengths: Sequence[int]) -> None:
-        """FeatureError where the folder holds something else, or the states of other rows or another base."""
+        """FeatureError if the folder holds something else, or states of other rows or another base."""
         self.folder, self.origin, self.lengths = Path(folder), origin, tuple(lengths)
         self.starts = tuple(accumulate(self.lengths, initial=0))
         self.sizes: tuple[int, int] | None = None  # F and H, known once a pass has run
@@ -91,8 +90,8 @@ class FeatureCache:
         return {STATES: self.starts[-1] * sum(sizes) * dtype.itemsize, MARKS: 8 * len(self.lengths)}
 
     def _create(self, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-        """Files with room for every row, unless another process has made them. TrainingError where there is less."""
-        import fcntl  # which not every system has
+        """Create files with room for every row, unless another process has. TrainingError if the disk is too full."""
+        import fcntl  # not available on every system
 
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / LOCK, "w") as lock:
@@ -136,7 +135,7 @@ class FeatureCache:
         return zlib.crc32(self._part(row).view(-1).view(torch.uint8).numpy().data)
 
     def write(self, rows: Sequence[int], features: Tensor, hidden: Tensor) -> None:
-        """features (B, T, F) and hidden (B, T, H) of these rows."""
+        """Save features (B, T, F) and hidden (B, T, H) of these rows."""
         sizes = features.shape[-1], hidden.shape[-1]
         if self.sizes is None:
             self._create(sizes, torch.promote_types(features.dtype, hidden.dtype))
@@ -156,7 +155,8 @@ class FeatureCache:
 
 
 def _fill(path: Path, size: int) -> None:
-    """A new file of zeros that takes its room on the disk: a mapped file that finds none later ends the process."""
+    """Write a file of zeros, so that its disk space is really allocated: a sparse mapped file on a full disk would kill
+    the process later."""
     with open(path, "wb") as file:
         for start in range(0, size, _PIECE):
             file.write(bytes(min(_PIECE, size - start)))
@@ -184,7 +184,7 @@ class CachingModel(SpecModel):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Teacher]:
         rows = kwargs.pop(ROW_NUMBERS, None)
-        if rows is None:  # of an evaluation
+        if rows is None:  # an evaluation batch
             return super().observe_base(input_ids, attention_mask, position_ids, documents, **kwargs)
         rows = rows.tolist()
         if not self.cache.holds(rows):
@@ -197,7 +197,7 @@ class CachingModel(SpecModel):
 
 
 class NumberedRows(Dataset):
-    """Rows that know their number."""
+    """Rows with their numbers added."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -211,7 +211,7 @@ class NumberedRows(Dataset):
 
 @dataclass(frozen=True)
 class NumberedCollator:
-    """Batches of `collator`, with the numbers (B,) of rows that have one."""
+    """Batches of `collator`, with the rows' numbers (B,) if they have them."""
 
     collator: Any
 
@@ -229,8 +229,8 @@ class Cached:
 
 
 def with_cache(folder: str | Path, model: SpecModel, rows: Any, collator: Any, autocast: str) -> Cached:
-    """A model, the dataset that it learns from and its collator, with what the base sees kept in `folder`. autocast: of
-    the run, as `plan.autocast_of` has it. FeatureError where that cannot be, or not there."""
+    """The model, its dataset and its collator, with the base's features cached in `folder`. autocast: the run's, see
+    `plan.autocast_of`. FeatureError if this model cannot be cached, or that folder cannot be used."""
     lengths, text = text_of(rows)
     base = model.base
     origin = Origin(fingerprint_base(base), str(base.dtype), quantization_of(base), model.head.layers, autocast, text)

@@ -1,4 +1,4 @@
-"""Saved features as rows and batches of training, as data/datasets.py and data/batches.py give them of tokens.
+"""Saved features as training rows and batches, as data/datasets.py and data/batches.py provide them for tokens.
 
 Shapes: T tokens of a row, B batch rows, F tapped features, H hidden, K likeliest tokens kept.
 """
@@ -31,9 +31,9 @@ _TOKENS = ("input_ids", "supervised", "document_ids", "position_ids")
 class FeatureDataset(Dataset):
     """The rows of one split, in the order of the data they were saved from.
 
-    A row is input_ids, labels, document_ids and position_ids (T,), features (T, F) of the layers asked for, and
-    last_hidden (T, H), or topk_ids and topk_log_p (T, K) and topk_tail (T,), or neither. FeatureError where a file is
-    damaged, missing, or does not hold those layers.
+    A row is input_ids, labels, document_ids and position_ids (T,), features (T, F) of `layers`, and last_hidden (T, H),
+    or topk_ids and topk_log_p (T, K) and topk_tail (T,), or neither. FeatureError if a file is damaged or missing, or
+    lacks those layers.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class FeatureDataset(Dataset):
         return {**row, **{name: found[name] for name in self.teacher}}
 
     def checksum(self) -> str:
-        """Of all that is saved of this split, from the index alone."""
+        """A checksum of everything saved for this split, from the index alone."""
         return f"{zlib.crc32(json.dumps(self.index.files[self.split], sort_keys=True).encode()):08x}"
 
     def labels(self) -> Iterator[dict[str, list[int]]]:
-        """The labels alone, which are read without the features."""
+        """Rows with labels only, without reading the features."""
         for number in range(len(self.shards)):
             shard = self._shard(number)
             labels = _labels(shard.whole("input_ids").long(), shard.whole("supervised")).tolist()
@@ -97,7 +97,7 @@ class FeatureDataset(Dataset):
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}  # each worker opens files itself
+        return {**self.__dict__, "_open": OrderedDict()}  # each worker opens its own files
 
 
 def _labels(ids: Tensor, supervised: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Save what a base sees: one pass over a recipe's data, into files that training reads instead of the base.
+"""Save a base's features: one pass over a recipe's data, into files that training reads instead of running the base.
 
-The options alone fix the rows of each file, so that any number of processes write the same files, and a run that was
-stopped resumes with the first one that is missing.
+The options alone determine the rows of each file, so any number of processes write the same files, and a stopped run
+resumes with the first missing one.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from specheads.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run did. tokens, bytes, files: in the folder, the base's too; made: files by this process; early: passes
-    ended after the last tap."""
+    """What a run did. tokens, bytes, files: in the folder, with the parts of the base; made: files written by this
+    process; early: did passes end after the last tapped layer?"""
 
     folder: Path
     rows: int
@@ -63,11 +63,11 @@ class Saved:
 
 
 def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = None) -> Saved:
-    """Save what the recipe's base sees of its data. ask: gets what it will take before anything is written, and says
-    whether to continue; None asks nobody.
+    """Save the features of a recipe's base on its data. ask: called with the plan before anything is written, returns
+    whether to continue; None: do not ask.
 
-    Raises FeatureError where the folder holds other features, the disk has too little room, or a file cannot be
-    written; LaunchError where other processes run than were asked for; the errors of data and models.
+    FeatureError if the folder holds other features, the disk has too little room, or a file cannot be written;
+    LaunchError if the running processes are not those asked for; errors of data and models.
     """
     if recipe.features or recipe.data is None:
         raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
@@ -87,7 +87,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
         base_bytes = frozen_weights.kept_bytes(whole, base_dtype(config, recipe))
         confirm_size(folder, tokens, token_bytes, base_bytes, ask)
     base = load_base(recipe).eval()
-    if recipe.bits is None:  # else it was loaded to where it belongs
+    if recipe.bits is None:  # a quantised base is loaded onto its device
         base = base.to(state.device)
     index = Index(
         taps=taps, dtype=_dtype_name(options.dtype, base), teacher_probs=parse_teacher_probs(options.teacher_probs),
@@ -110,7 +110,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
 
 
 def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses, state: PartialState) -> int:
-    """This process's share of the files that are missing; how many it wrote."""
+    """Write this process's share of the missing files → how many it wrote."""
     work = [(name, *shard) for name in splits for shard in passes.index.shards(name)]
     work, made = work[state.process_index :: state.num_processes], 0
     total, hidden = sum(len(rows) for *_, rows in work), not state.is_local_main_process
@@ -123,14 +123,14 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses
             else:
                 with torch.autocast(state.device.type, dtype, enabled=dtype is not None):
                     saved = passes.shard(chosen)
-                write(folder / file, saved)  # outside, where float8 may be put together
+                write(folder / file, saved)  # outside autocast, where float8 tensors can be concatenated
                 made += 1
             bar.update(len(rows))
     return made
 
 
 def _finish(folder: Path, index: Index) -> None:
-    """Write the index with every file in it: the folder is complete."""
+    """Write the final index, which lists every file and so marks the folder as complete."""
     files = {name: [file_fingerprint(folder / file) for file, _ in index.shards(name)] for name in index.rows}
     kept = file_fingerprint(folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS)
     replace(index, files=files, kept=kept).write(folder)
@@ -142,7 +142,7 @@ def _dtype_name(name: str, base: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def _last_tap(base: PreTrainedModel, taps: Sequence[int]) -> int | None:
-    """The tap that is the last hidden state, bit for bit on a few tokens, and so need not be saved twice."""
+    """The tap that equals the last hidden state, bit for bit on a few tokens, so that it is saved once; or None."""
     last = layer_count(text_config(base))
     if last not in taps:
         return None
@@ -162,7 +162,7 @@ def _record(base: PreTrainedModel, recipe: Recipe) -> dict[str, Any]:
 
 
 def _unfit(base: PreTrainedModel) -> dict[str, str]:
-    """Kinds of head that cannot learn from this base, and why. Without its weights that can no longer be tested."""
+    """Kinds of head that cannot learn from this base, and why. Recorded, since testing it takes the base's weights."""
     reasons = {}
     for kind, head in HEADS.items():
         try:
@@ -175,8 +175,8 @@ def _unfit(base: PreTrainedModel) -> dict[str, str]:
 
 
 def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
-    """Make the folder, or check that what is in it was begun with the same options."""
-    remove_unfinished(folder / INDEX)  # else the folder looks like something else's
+    """Create the folder, or check that it was begun with the same options."""
+    remove_unfinished(folder / INDEX)  # else the folder would not count as ours
     if (folder / INDEX).exists():
         if differing := read_index(folder).differences(index):
             raise FeatureError(

@@ -1,4 +1,4 @@
-"""One pass of the base, no deeper than needed: layers above the last tap run only for its probabilities."""
+"""A pass of the base no deeper than needed: layers above the last tap run only if its probabilities are needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specheads.losses.teacher import Teacher, tap_base
 class Forward:
     """One pass of a frozen base over a batch: its tapped layers, and its next-token distribution where `needs_teacher`.
 
-    early: does a pass end after the last tapped layer? It does where no distribution is needed, the last layer is not
+    early: does a pass end after the last tapped layer? It does if no distribution is needed, the last layer is not
     tapped, and stopping gives the same features on a few tokens.
     """
 
@@ -41,7 +41,7 @@ class Forward:
             with torch.no_grad():
                 return torch.equal(self._stopped(*inputs), tap_base(self.base, *inputs, self.layers)[0])
         except (KeyError, IndexError, TypeError, AttributeError):
-            return False  # layers that pass their hidden states on in another form
+            return False  # layers that pass on their hidden states in another form
 
     def _stopped(self, input_ids: Tensor, mask: Any, position_ids: Tensor) -> Tensor:
         assert self.stack is not None
@@ -65,11 +65,11 @@ class Forward:
 
 
 class _Enough(Exception):
-    """Not an error: the last tapped layer has run."""
+    """Ends a pass after the last tapped layer; not an error."""
 
 
 def _watch(stack: nn.ModuleList, k: int, keep: Any) -> Any:
-    """hidden_states[k] is the output of layer k − 1; hidden_states[0] is the input of the first layer."""
+    """Call keep(k, …) with hidden_states[k], the output of layer k − 1 (for k = 0 the input of the first layer)."""
     if k == 0:
         return stack[0].register_forward_pre_hook(lambda layer, args: keep(0, args))
     return stack[k - 1].register_forward_hook(lambda layer, args, output: keep(k, output))

@@ -1,6 +1,6 @@
-"""The parts of the base that are saved with its features, so that training needs no base.
+"""The parts of the base that are saved with its features, so that training does not need the base.
 
-They are the embeddings of all tokens, the output matrix, and the last layer and norm, from which heads start.
+They are the embeddings of all tokens, the output matrix, and the last layer and norm, which initialise heads.
 
 Shapes: V vocabulary, H hidden.
 """
@@ -33,7 +33,7 @@ def save_base_parts(base: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def kept_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """What `save_base_parts` will write of a base of this config, loaded in that dtype, by its sizes alone."""
+    """How many bytes `save_base_parts` will write for a base of this config and dtype, from its sizes alone."""
     with torch.device("meta"):
         base = auto_class(config).from_config(config, dtype=dtype)
     return sum(t.numel() * t.element_size() for t in _kept(base).values())
@@ -43,13 +43,13 @@ def _kept(base: PreTrainedModel) -> dict[str, Tensor]:
     embed, lm_head = cast(nn.Embedding, base.get_input_embeddings()), cast(nn.Linear, base.get_output_embeddings())
     layers, norm = decoder_layers(base), final_norm(base)
     ids = torch.arange(len(embed.weight), device=embed.weight.device)
-    # What the module gives and not its matrix: some scale it (Gemma).
+    # The module's outputs, not its matrix: some modules scale it (Gemma).
     tensors = {"embed": torch.cat([embed(part) for part in ids.split(4096)])}
     if not _same(lm_head.weight, tensors["embed"], embed):
         tensors["lm_head.weight"] = lm_head.weight
     if getattr(lm_head, "bias", None) is not None:
         tensors["lm_head.bias"] = lm_head.bias
-    if layers is not None:  # experts, the only weights of 3 dimensions, are no start for a head
+    if layers is not None:  # 3-D weights are experts, which do not initialise a head
         tensors |= {f"layer.{name}": p for name, p in layers[-1].named_parameters() if p.ndim <= 2}
     if norm is not None:
         tensors |= {f"norm.{name}": p for name, p in norm.named_parameters()}
@@ -57,7 +57,7 @@ def _kept(base: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _same(matrix: Tensor, embedded: Tensor, embed: nn.Embedding) -> bool:
-    if matrix.is_meta:  # where nothing can be compared; subclasses scale what they embed
+    if matrix.is_meta:  # values cannot be compared; subclasses of Embedding scale their output
         return matrix is embed.weight and type(embed) is nn.Embedding
     return matrix.shape == embedded.shape and torch.equal(matrix, embedded)
 
@@ -84,7 +84,7 @@ def _linear(tensors: dict[str, Tensor]) -> nn.Linear:
 
 
 class KeptBase(nn.Module):
-    """The base of a head in training from saved features: its config, embeddings (V, H) and output matrix alone."""
+    """Stands in for the base in training from saved features: only its config, embeddings (V, H) and output matrix."""
 
     _no_split_modules = None
 
@@ -117,7 +117,7 @@ class KeptBase(nn.Module):
 
 
 def skeleton(folder: Path) -> PreTrainedModel:
-    """The base with the weights of its last layer alone: what a head starts from. It cannot run."""
+    """The base with only the weights that initialise a head, the last layer's among them. It cannot run."""
     tensors, config = _read(folder), AutoConfig.from_pretrained(folder / FOLDER)
     with torch.device("meta"):
         base: PreTrainedModel = auto_class(config).from_config(config)

@@ -1,4 +1,4 @@
-"""The index of a folder of saved features: what was saved of each token, of which base, and in which files."""
+"""The index of a folder of saved features: what was saved per token, from which base, and in which files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TeacherProbs = Literal["hidden", "none"] | int
 
 
 def parse_teacher_probs(value: str | int) -> TeacherProbs:
-    """'hidden', 'none', or '64' → 64 likeliest tokens; 'topk:64' is the old spelling. Raises OptionError for others."""
+    """'hidden', 'none', or '64' → 64 likeliest tokens; 'topk:64' is the old spelling. OptionError for anything else."""
     if value == "hidden":
         return "hidden"
     if value == "none":
@@ -37,14 +37,14 @@ def parse_teacher_probs(value: str | int) -> TeacherProbs:
 
 @dataclass(frozen=True)
 class Index:
-    """taps: hidden_states saved, as Hugging Face indices; dtype of them; teacher_probs: what is saved of the
-    base's distribution, "hidden", "none" or a number of likeliest tokens; last_tap: the tap
-    that is the last hidden state too, if one is. batch_size and shard_rows: rows of a pass, and of a file.
+    """taps: hidden_states saved, as Hugging Face indices; dtype: theirs; teacher_probs: what is saved of the base's
+    distribution, "hidden", "none" or a number of likeliest tokens; last_tap: the tap that equals the last hidden state,
+    if any. batch_size, shard_rows: rows per pass, and per file.
 
     base: its name, revision, fingerprint, the `autocast` it ran under, and `unfit`, kind of head → why it cannot learn
     from this base.
-    rows: of each split; files: of each split the `file_fingerprint` of each, none until all are written; kept: that of
-    the base's file.
+    rows: number per split; files: per split, the `file_fingerprint` of each file, empty until all are written; kept:
+    that of the base's file.
     """
 
     taps: tuple[int, ...]
@@ -64,7 +64,7 @@ class Index:
         return bool(self.files)
 
     def shards(self, split: str) -> list[tuple[str, range]]:
-        """The files of a split and which of its rows each holds, whoever writes them."""
+        """The files of a split and the rows that each holds, whichever process writes them."""
         count, size = self.rows[split], self.shard_rows
         return [
             (f"{split}-{number:05d}.safetensors", range(start, min(start + size, count)))
@@ -72,7 +72,7 @@ class Index:
         ]
 
     def differences(self, other: Index) -> list[str]:
-        """What another saving would do otherwise, as 'name: this, not that'; files do not count."""
+        """How the options of another run differ, as 'name: this, not that'; files do not count."""
         mine, theirs = asdict(self), asdict(other)
         return [
             f"{name}: {mine[name]!r}, not {theirs[name]!r}"
@@ -88,7 +88,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """FeatureError where there is none, or one that another version or something else wrote."""
+    """Read a folder's index. FeatureError if there is none, or if another version or program wrote it."""
     path = folder / INDEX
     if not path.is_file():
         raise FeatureError(f"{folder} has no {INDEX}: give a folder that `specheads features` has filled")
@@ -107,7 +107,7 @@ def read_index(folder: Path) -> Index:
         raise
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise FeatureError(f"{path} is damaged, or no index of saved features ({error}); {AGAIN}") from error
-    record["base"] = {"autocast": "no", **record["base"]}  # older folders do not say so
+    record["base"] = {"autocast": "no", **record["base"]}  # older folders do not record it
     name = record["base"]["name"]
     if name and name.startswith("."):
         record["base"] = {**record["base"], "name": str((folder / name).resolve())}
@@ -115,8 +115,8 @@ def read_index(folder: Path) -> Index:
 
 
 def read_finished_index(folder: Path) -> Index:
-    """The index of a folder that is complete: every file there, of the size it had, and with its header. FeatureError
-    names the first that is not."""
+    """The index of a complete folder, whose files all exist with the recorded sizes and headers. FeatureError names the
+    first that does not."""
     index = read_index(folder)
     if not index.finished:
         raise FeatureError(f"{folder} is not finished: {AGAIN}")

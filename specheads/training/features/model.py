@@ -1,4 +1,4 @@
-"""A SpecModel that trains its head on saved features: the same forward(), with what the base saw read from a batch."""
+"""A SpecModel that trains its head on saved features: the same forward(), with features taken from the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specheads.training.features.index import Index
 
 
 class FeatureModel(SpecModel):
-    """Takes batches of FeatureCollator. Its checkpoints are those of a SpecModel and name the base."""
+    """Takes batches of a FeatureCollator. Its checkpoints are ordinary SpecModel checkpoints, and name the base."""
 
     def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
@@ -36,11 +36,11 @@ class FeatureModel(SpecModel):
         return kwargs["features"], teacher
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base(*args, **kwargs)  # which raises
+        return self.base(*args, **kwargs)  # raises a clear error
 
 
 def build_feature_model(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
-    """A head beside the saved parts of its base."""
+    """A head with the saved parts of its base."""
     name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
     base, record = (
         KeptBase(folder, name),

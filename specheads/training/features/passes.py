@@ -1,4 +1,4 @@
-"""Rows of tokens → rows of a file of saved features, by passes of the base."""
+"""Passes of the base that turn rows of tokens into rows of saved features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specheads.training.features.shards import FeatureError, encode_states
 
 
 class FeaturePasses:
-    """The passes of one base, for one index. FeatureError for a base whose probabilities the index cannot have."""
+    """The passes of one base, for one index. FeatureError if the base's probabilities cannot be saved as it says."""
 
     def __init__(self, base: PreTrainedModel, index: Index) -> None:
         self.base, self.index = base, index
@@ -34,7 +34,7 @@ class FeaturePasses:
         self.dtype = getattr(torch, index.dtype)
 
     def shard(self, rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
-        """In the order given; passes take rows of like length together."""
+        """The saved rows, in the order given; passes batch rows of similar length."""
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
         saved: dict[int, dict[str, Tensor]] = {}
         for start in range(0, len(order), self.index.batch_size):

@@ -1,4 +1,4 @@
-"""What saving features will take, before the base is loaded: layers, bytes, and free room."""
+"""What saving features will need, known before the base is loaded: layers, bytes, and free space."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Confirm = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """taps: hidden_states to save (default: those the recipe's head reads); dtype of them, auto being the base's.
+    """taps: hidden_states to save (default: those the recipe's head reads); dtype: theirs, auto is the base's.
 
     teacher_probs: what is saved of the base's distribution. hidden: the last hidden state; a number K: the K likeliest
-    tokens and the probability of the rest; none: nothing. batch_size: rows of a pass; shard_mb: megabytes of a
-    file, roughly.
+    tokens and the probability of the rest; none: nothing. batch_size: rows per pass; shard_mb: approximate megabytes
+    per file.
     """
 
     output: Path
@@ -68,7 +68,7 @@ AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_of(training: Mapping[str, Any]) -> str:
-    """The precision in which a recipe's run computes, base included: a key of AUTOCAST."""
+    """The autocast precision of a recipe's run, base included: a key of AUTOCAST."""
     return next((name for name in ("bf16", "fp16") if training.get(name)), "no")
 
 
@@ -93,13 +93,13 @@ def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, reci
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The files of a folder of features: its shards, and the parts of the base."""
+    """The files of a folder of features: its shards, and that of the base's parts."""
     kept = folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS
     return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
 
 
 def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Confirm | None) -> None:
-    """Raise FeatureError where there is too little room, or `ask` declines. kept: bytes of the base."""
+    """FeatureError if there is too little space, or `ask` declines. kept: bytes of the base's parts."""
     whole, free = tokens * each + kept, free_bytes(folder)
     there = sum(path.stat().st_size for path in saved_files(folder))
     plan = (
@@ -117,7 +117,7 @@ def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Confirm |
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder that may not exist yet."""
+    """Free disk space for a folder that may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     status = os.statvfs(folder)

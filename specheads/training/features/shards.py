@@ -1,4 +1,4 @@
-"""One file of saved features: concatenated rows, each tensor with one line a token, in the chosen dtype.
+"""One file of saved features: concatenated rows, each tensor with one line per token, in the chosen dtype.
 
 Shapes: N tokens of all rows of a file, T tokens of a row, H hidden, K likeliest tokens saved.
 input_ids, document_ids, position_ids (N,) int32; supervised (N,) bool; starts (rows + 1,) int64; tap_k (N, H) for each
@@ -25,7 +25,7 @@ FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
 CHECKSUM = "crc32"
 _NUMBERS = ("input_ids", "document_ids", "position_ids", "topk_ids")
-# Names in files of format 1, which are read as well.
+# Names in files of format 1, which can still be read.
 _OLD_NAMES = {"topk_ids": "law_ids", "topk_log_p": "law_log_p", "topk_tail": "law_tail"}
 
 
@@ -34,8 +34,8 @@ class FeatureError(OptionError):
 
 
 def encode_states(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Hidden states (T, H) as they are saved. float8: each line scaled so that its largest entry is 448, the largest
-    there is; an entry x comes back within max(|x| / 16, largest / 448 / 1024)."""
+    """Hidden states (T, H) as they are saved. float8: each line is scaled so that its largest entry is 448, the largest
+    value; the error of an entry x is at most max(|x| / 16, largest / 448 / 1024)."""
     if dtype != FLOAT8:
         return {name: x.to("cpu", dtype)}
     limit = torch.finfo(FLOAT8).max
@@ -45,12 +45,12 @@ def encode_states(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def decode_states(x: Tensor, scale: Tensor | None) -> Tensor:
-    """What `encode_states` saved, (T, H): float8 as bfloat16, which is finer, others as they are."""
+    """The inverse of `encode_states`, (T, H): float8 as bfloat16, which is finer; others unchanged."""
     return x if scale is None else (x.float() * scale.unsqueeze(-1)).to(torch.bfloat16)
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> None:
-    """All rows of a file, each a dict of tensors with T lines, at once and only whole. FeatureError on a full disk."""
+    """Write all rows of a file, each a dict of tensors with T lines, atomically. FeatureError on a full disk."""
     lengths = torch.tensor([0, *(len(row["input_ids"]) for row in rows)])
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     tensors = {name: t.int() if name in _NUMBERS else t for name, t in tensors.items()}
@@ -58,10 +58,11 @@ def write(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The tensors, with their checksum in the header, whose own the index keeps."""
+    """Write the tensors, with their checksum in the header; the index keeps a checksum of the header."""
     try:
         with replacing(path) as temporary:
-            save_file(dict(tensors), temporary, metadata={CHECKSUM: checksum(tensors)})  # of several the order varies
+            # One entry only: safetensors does not keep the order of several.
+            save_file(dict(tensors), temporary, metadata={CHECKSUM: checksum(tensors)})
     except (OSError, SafetensorError) as error:
         raise FeatureError(
             f"{path} could not be written ({error}); the files before it are whole: make room and run the same "
@@ -70,7 +71,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 of their bytes, in the order of their names."""
+    """CRC-32 of the tensors' bytes, in the order of their names."""
     crc = 0
     for name in sorted(tensors):
         crc = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, crc)
@@ -78,7 +79,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_contents(path: Path, tensors: Mapping[str, Tensor], expected: str | None) -> None:
-    """FeatureError unless the tensors of a file have its checksum; older files have none."""
+    """FeatureError unless a file's tensors match its checksum; older files have none."""
     if expected is not None and (actual := checksum(tensors)) != expected:
         raise FeatureError(
             f"{path} is damaged: its contents have checksum {actual}, and {expected} was written; delete it and {AGAIN}"
@@ -86,7 +87,7 @@ def check_contents(path: Path, tensors: Mapping[str, Tensor], expected: str | No
 
 
 class Shard:
-    """A file of saved rows, open for reading a row at a time. FeatureError, with its name, where it is damaged."""
+    """A file of saved rows, open for reading row by row. FeatureError, with its name, if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,11 +108,11 @@ class Shard:
         return len(self.starts) - 1
 
     def check(self) -> None:
-        """Read the file once, and refuse it if a bit of it has changed."""
+        """Read the whole file, and refuse it if a single bit has changed."""
         check_contents(self.path, {name: self.file.get_tensor(name) for name in self.names}, self.checksum)
 
     def row(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors named, of row i; hidden states as `decode_states`."""
+        """The named tensors of row i; hidden states as in `decode_states`."""
         here = slice(self.starts[i], self.starts[i + 1])
         row = {}
         for name in names:
@@ -129,8 +130,8 @@ AGAIN = "run the command that saved the features again: it writes what is missin
 
 
 def file_fingerprint(path: Path) -> dict[str, Any]:
-    """What the index keeps of a file: its size, and a checksum of its header, by which a file that was exchanged or
-    cut short is known without reading it."""
+    """What the index records of a file: its size and a checksum of its header, which reveal a replaced or truncated
+    file without reading it."""
     try:
         with open(path, "rb") as file:
             length = file.read(8)

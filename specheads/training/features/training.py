@@ -25,11 +25,11 @@ Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollat
 def from_disk(
     folder: Path, head: HeadConfig | None, init_from: Any = None, dtype: str = "float32", autocast: str = "no"
 ) -> Parts:
-    """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to start from;
-    dtype: of the head, "auto" for the base's; autocast: of the run, as `plan.autocast_of` has it.
+    """Model, rows to train on, held-out rows and collator. head: a new head's options; init_from: a checkpoint to start
+    from; dtype: the head's, "auto" for the base's; autocast: the run's, see `plan.autocast_of`.
 
-    FeatureError where the folder is damaged or does not hold what the head needs; UnsupportedModel where that kind of
-    head cannot learn from that base; CheckpointError where init_from is a head of another base.
+    FeatureError if the folder is damaged or lacks what the head needs; UnsupportedModel if that kind of head cannot
+    learn from that base; CheckpointError if init_from is a head of another base.
     """
     index = read_finished_index(folder)
     if (saved_under := index.base["autocast"]) != autocast:
@@ -62,7 +62,7 @@ def from_disk(
 
 
 def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
-    """Started as convert() starts it beside the base itself, its draft vocabulary counted on the saved rows."""
+    """A new head, initialised as convert() does with the base itself; its draft vocabulary is counted on saved rows."""
     base = skeleton(folder)
     config = head.with_base_defaults(text_config(base))
     refuse_unfit(folder, index, config)

@@ -1,1 +1,1 @@
-"""What a training run is told: the recipe, its options and the arguments of transformers' trainer."""
+"""What defines a training run: the recipe, its options and the arguments of transformers' trainer."""

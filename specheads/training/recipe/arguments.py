@@ -1,4 +1,4 @@
-"""SpecTrainingArguments: transformers' options of a run, and those of heads."""
+"""SpecTrainingArguments: transformers' TrainingArguments with options for heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 _EXPECTED = 'expected {regular expression: factor}, as JSON in text: {"lm_head": 0.25}, say'
 _AT_LEAST_1 = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-# Figures of an evaluation that fall as a head learns; transformers knows those that end in "loss".
+# Evaluation metrics that fall as a head learns; transformers recognises those that end in "loss".
 _FALLS = re.compile(r"(loss_depth_\d+|feature|base|confidence|accepted_length_error)$")
 
 
@@ -39,12 +39,12 @@ class SpecTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         refuse_out_of_bounds(vars(self))
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
-            # transformers 5.23 passes ddp_timeout on for GPUs alone: a process that hangs would hang the others.
+            # transformers 5.23 passes ddp_timeout on only for GPUs: a process that hangs would hang the others.
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         if self.greater_is_better is None and _FALLS.search(self.metric_for_best_model or ""):
             self.greater_is_better = False
         super().__post_init__()
-        if self.device.type == "cpu":  # where it only brings a warning
+        if self.device.type == "cpu":  # pinning would only cause a warning
             self.dataloader_pin_memory = False
             if self.fp16:
                 raise ValueError("fp16=true: a CPU would train in float32: give bf16=true, or neither")
@@ -54,7 +54,7 @@ class SpecTrainingArguments(TrainingArguments):
                 "per_device_train_batch_size by the number of processes"
             )
         if self.data_seed is None:
-            # Else the order of the rows depends on random draws before train(), and a resumed run differs.
+            # Else the order of the rows would depend on random draws before train(), and a resumed run would differ.
             self.data_seed = self.seed
         if isinstance(self.head_lr_groups, str):
             try:
@@ -77,7 +77,7 @@ class SpecTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={value}: it has no effect on a head, whose base is frozen: leave it out")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without tokens of the hub: transformers pickles the arguments into the folder that it uploads."""
+        """Without hub tokens, because transformers pickles the arguments into the folder that it uploads."""
         return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
 
     @property
@@ -89,7 +89,7 @@ class SpecTrainingArguments(TrainingArguments):
 
 
 def refuse_out_of_bounds(options: Mapping[str, Any], section: str = "") -> None:
-    """ValueError for a number that trains nothing, or against the loss. section: a prefix of names ("training.")."""
+    """ValueError for a number with which nothing is trained, or the loss rises. section: a prefix of names."""
     for name in _AT_LEAST_1:
         if options.get(name, 1) < 1:
             raise ValueError(f"{section}{name}={options[name]}: expected at least 1")

@@ -1,4 +1,4 @@
-"""The base model of a recipe, loaded as it says."""
+"""Loading the base model of a recipe."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def load_base(recipe: Recipe) -> PreTrainedModel:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """What fills rows up to the longest of a batch."""
+    """The id that pads rows to the longest of a batch."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

@@ -12,15 +12,15 @@ from typing import Any
 from specheads.heads import HEADS
 from specheads.options import reason, refuse_unknown, shown
 
-_PLAIN = (bool, int, float, str, list, tuple, dict, NoneType)  # what YAML holds; other objects are left to the Trainer
-# What a field takes that its annotation does not say.
+_PLAIN = (bool, int, float, str, list, tuple, dict, NoneType)  # YAML's types; other objects are left to the Trainer
+# Types that a field accepts although its annotation does not say so.
 _ALSO: dict[str, tuple[type, ...]] = {"resume_from_checkpoint": (bool,), "fsdp": (bool, list)}
-# What brings a reporter that transformers can look for; the others say themselves what they lack.
+# The package of each reporter whose presence transformers can check; the others say themselves what is missing.
 _PACKAGES = {
     "comet_ml": "comet-ml", **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow",
     "neptune", "swanlab", "tensorboard", "trackio", "wandb")},
 }  # fmt: skip
-# Figures of an evaluation of any head; base: of adapters that are trained with it.
+# Evaluation metrics of any head; base: of adapters trained with it.
 _METRICS = (
     "loss", "accepted_length", "accepted_length_error", "accepted_length_sampled", "accepted_length_tree", "base",
 )  # fmt: skip
@@ -33,8 +33,8 @@ _WORDS = {
 
 def check(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the Trainer wants them: YAML's plain `no` as "no" where a field takes that word, 1e3 as 1000 where
-    it takes whole numbers. ValueError, with the dotted name, for an unknown one and for a value of another type."""
-    # Imported here: transformers' arguments take seconds to import, and an override's typo should not.
+    it takes whole numbers. ValueError, with the dotted name, for an unknown option or a value of a wrong type."""
+    # Imported here: it takes seconds, which a typo in an override should not cost.
     from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_out_of_bounds
 
     fields = {field.name: field for field in dataclasses.fields(SpecTrainingArguments) if field.init}
@@ -83,7 +83,7 @@ def _check_value(name: str, value: Any, hint: Any, default: Any) -> Any:
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
-    """The classes that a field's annotation names, of dict[str, Any] the class dict."""
+    """The classes in a field's annotation; dict for dict[str, Any]."""
     if typing.get_origin(hint) is typing.Literal:
         return tuple(type(value) for value in typing.get_args(hint))
     if isinstance(origin := typing.get_origin(hint), type) and origin in (list, dict):
@@ -94,8 +94,8 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 
 def refuse_absent_reporters(report_to: str | list[str] | None) -> None:
-    """ValueError for a name in training.report_to that is unknown, or whose package is not installed: a Trainer says so
-    by a RuntimeError once everything is loaded."""
+    """ValueError for a name in training.report_to that is unknown, or whose package is not installed. A Trainer would
+    raise a RuntimeError only once everything is loaded."""
     from transformers.integrations import integration_utils as integrations
 
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())

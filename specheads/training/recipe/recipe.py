@@ -20,7 +20,7 @@ from specheads.training.recipe import options as training_options
 
 
 class RecipeError(ValueError):
-    """A recipe, or an override of one, that cannot be run; one line that says why."""
+    """A recipe, or an override, that cannot be run; the message says why in one line."""
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,14 +31,14 @@ class Recipe:
     """What one run of train/heads.py does.
 
     base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
-    base was saved in); load_in_4bit, load_in_8bit: the base quantised by bitsandbytes (with lora: QLoRA);
-    attn_implementation: of the base. features: a folder of saved features, which replaces base, data and
-    their options: those are not read then. feature_cache: a folder in which the first epoch keeps what the base sees,
-    and from which later ones read it. head: {kind: …, options}. init_from: a head checkpoint to continue
-    from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
-    one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
-    run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
-    ends the run; parity.prompts=0 leaves it out. lora: adapters on the base that learn with the head, see JointConfig.
+    base was saved in); load_in_4bit, load_in_8bit: quantise the base with bitsandbytes (with lora: QLoRA);
+    attn_implementation: the base's. features: a folder of saved features, used instead of base, data and their
+    options, which are then ignored. feature_cache: a folder in which the first epoch stores the base's features for
+    later ones. head: {kind: …, options}. init_from: a head checkpoint to continue from, instead of a new head.
+    training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last one in output_dir, if any.
+    early_stopping: how many evaluations without a better training.metric_for_best_model end the run. launch: what the
+    launcher is expected to have started. parity: the comparison with real decoding at the end of the run;
+    parity.prompts=0 skips it. lora: adapters on the base that train with the head, see JointConfig.
     """
 
     training: dict[str, Any]
@@ -110,8 +110,8 @@ class Recipe:
         return str(self.training.get("eval_strategy", "no")) != "no" and all(self.training.get(n) for n in wanted)
 
     def to_yaml(self) -> str:
-        """The recipe of the same run, without what is left to defaults and without tokens of the hub, since cards show
-        it; rows that no file holds cannot be in it."""
+        """The recipe as YAML, without defaults, and without hub tokens, since cards show it; rows given in memory
+        cannot be part of it."""
 
         def changed(section: Any) -> dict[str, Any]:
             named = () if section is None else dataclasses.fields(section)
@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def bits(self) -> int | None:
-        """Of each weight of the base's layers, where it is quantised."""
+        """Bits per weight of the base's layers; None if it is not quantised."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @classmethod
@@ -205,7 +205,7 @@ def _plain(value: Any) -> bool:
 
 
 def parse_file(file: Path) -> Any:
-    """The value of a YAML file; RecipeError, which begins with its name, where it is none."""
+    """The value of a YAML file. RecipeError, beginning with its name, if it is not YAML."""
     try:
         text = file.read_text("utf8")
     except UnicodeDecodeError as error:
@@ -214,7 +214,7 @@ def parse_file(file: Path) -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text; RecipeError, which begins with its name, where it is none."""
+    """The value of a YAML text. RecipeError, beginning with `name`, if it is not YAML."""
     try:
         return read_yaml(text, name)
     except ValueError as error:

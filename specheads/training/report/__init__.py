@@ -1,1 +1,1 @@
-"""What a run shows: its log lines, its curves, its model card."""
+"""What a run reports: its log lines, its curves, its model card."""

@@ -1,4 +1,4 @@
-"""The model card of a run: README.md in its folder and beside each checkpoint, unless the user wrote one there."""
+"""The model card of a run: README.md in its folder and in each checkpoint, unless the user wrote one there."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MARK = "<!-- written by specheads, and again after each evaluation unless you c
 def write(
     folder: Path, model: SpecModel, record: card.TrainingRecord, repo_id: str | None = None, license: str | None = None
 ) -> None:
-    """The card of the head in `folder`; a README.md that is there and not ours stays. repo_id: where it is uploaded
-    to, a base of this machine not."""
+    """Write the head's card in `folder`; a README.md that is not ours stays. repo_id: where the head is uploaded to; a
+    local base is then not named."""
     path, source, named = folder / FILE, repo_id or folder.as_posix(), model.config.base_model_name_or_path
     if not is_ours(path):
         return
@@ -33,12 +33,12 @@ def write(
         "llamacpp …), or says why that does not read such a head."
     )
     text = card.text(model.config, model.head, record, f'"{source}"{given}', served, license)
-    with replacing(path) as temporary:  # half a card has no mark, and would be taken for the user's
+    with replacing(path) as temporary:  # half a card would lack the mark, and pass for the user's
         temporary.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
 
 
 def is_ours(path: Path) -> bool:
-    """May the file be written? It is not there, or is as write() left it."""
+    """May the file be overwritten? Yes if it does not exist, or is unchanged since write()."""
     if not path.exists():
         return True
     text, marked, digest = path.read_text("utf8", errors="replace").rpartition(_MARK.partition("{}")[0])
@@ -46,7 +46,7 @@ def is_ours(path: Path) -> bool:
 
 
 def describe_training(arguments: TrainingArguments, steps: int, rows: Any, processes: int) -> list[str]:
-    """How a run was trained that has no recipe."""
+    """How a run without a recipe was trained."""
     count = len(rows) if hasattr(rows, "__len__") else None
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
     optimizer = "Muon with AdamW" if getattr(arguments, "muon", False) else getattr(

@@ -1,4 +1,4 @@
-"""Several runs in one figure: accepted length, with its 95 % interval, by tokens seen and by CPU time."""
+"""Several runs in one figure: accepted length with its 95 % interval, over tokens seen and over CPU time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from specheads.models.run_files import STATE
 from specheads.training.report.line_labels import label_ends
 
-Z = 1.959964  # of a 95 % interval of a normal distribution
+Z = 1.959964  # half-width of a 95 % interval of the standard normal distribution
 AXES = {"tokens": "supervised tokens seen", "cpu_seconds": "CPU time, minutes (all processes, with evaluations)"}
 
 
 @dataclass(frozen=True)
 class Point:
-    """Accepted length after so many supervised tokens and CPU seconds; low and high: its 95 % interval, None where too
-    few batches were counted."""
+    """Accepted length after so many supervised tokens and CPU seconds; low, high: its 95 % interval, None if too few
+    batches were counted."""
 
     step: int
     tokens: float
@@ -31,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """held_out: of evaluations; else of the training batches."""
+    """One run's curve. held_out: are its points evaluations, not training batches?"""
 
     run: str
     held_out: bool
@@ -42,10 +42,9 @@ class LearningCurve:
 
 
 def read_curve(folder: Path) -> LearningCurve:
-    """The curve of a run's folder: of its evaluations where it has any, else of its training batches.
+    """The curve of a run's folder: of its evaluations if it has any, else of its training batches.
 
-    OSError where there is no trainer_state.json; ValueError for one that is none, or that has no accepted length by
-    tokens.
+    OSError if there is no trainer_state.json; ValueError if it is none, or records no accepted length or tokens.
     """
     file = folder / STATE
     try:
@@ -75,7 +74,7 @@ def read_curve(folder: Path) -> LearningCurve:
 
 
 def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[int, float, float]]) -> Point:
-    """logs: step, tokens and CPU seconds; between two of them, and after the last two, in proportion to the steps."""
+    """logs: steps with their tokens and CPU seconds, which are interpolated and extrapolated linearly over steps."""
     after = min(bisect_left([log[0] for log in logs], step), len(logs) - 1)
     (first, *before), (last, *then) = logs[max(0, after - 1)], logs[after]
     share = (step - first) / (last - first) if last > first else 1.0
@@ -86,7 +85,7 @@ def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[
 
 
 def draw(curves: Sequence[LearningCurve], path: Path) -> None:
-    """The figure: a panel for each of AXES, a line for each run, named at its end, in a band that is its interval.
+    """Draw the figure: a panel for each of AXES, with a line for each run, named at its end, and a band, its interval.
 
     ImportError without matplotlib.
     """
@@ -116,7 +115,7 @@ def draw(curves: Sequence[LearningCurve], path: Path) -> None:
 
 
 def distinct_names(folders: Sequence[str]) -> list[str]:
-    """Each folder by as few of its last parts as tell all of them apart."""
+    """Each folder by its last parts, as few as make all names distinct."""
     parts = [Path(folder).resolve().parts for folder in folders]
     longest = max(map(len, parts))
     count = next((n for n in range(1, longest) if len({part[-n:] for part in parts}) == len(set(parts))), longest)

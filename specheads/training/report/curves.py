@@ -38,7 +38,7 @@ def series(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]
 
 
 def draw(folder: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
-    """curves.png in `folder`; None where matplotlib is not installed, or nothing was logged."""
+    """Draw curves.png in `folder`; None if matplotlib is not installed, or nothing was logged."""
     panels = {name: found for name, found in series(history).items() if found}
     if not panels or importlib.util.find_spec("matplotlib") is None:
         return None

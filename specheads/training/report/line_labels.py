@@ -1,4 +1,4 @@
-"""Names at the ends of lines, in their colours, where a legend's box would cover data or send the eye to and fro."""
+"""Names at the ends of lines, in their colours, instead of a legend that covers data and must be looked up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _GAP = 1.3 * _SIZE  # between two names
 
 
 def label_ends(panel: Any, lines: Sequence[Any]) -> None:
-    """Each of matplotlib's lines is named by its label to the right of the panel, level with its right end or as near
-    as names that do not overlap allow, and joined to it. Call it when everything is plotted: the limits stay.
+    """Write each matplotlib line's label to the right of the panel, as near to the height of the line's right end as
+    possible without overlaps, and connect the two. Call it after everything is plotted: it fixes the limits.
     """
     panel.set_xlim(panel.get_xlim())
     panel.set_ylim(panel.get_ylim())
@@ -33,8 +33,8 @@ def label_ends(panel: Any, lines: Sequence[Any]) -> None:
 
 
 def spread(levels: Sequence[float], gap: float) -> list[float]:
-    """Ascending levels, moved as little as it takes to be `gap` apart: those that are too near lie around their mean,
-    between 0 and 1 where there is room."""
+    """Ascending levels, moved as little as needed to be `gap` apart: those too close are spread around their mean, and
+    stay between 0 and 1 if there is room."""
     groups: list[list[float]] = []
     for level in levels:
         groups.append([level])

@@ -1,6 +1,6 @@
-"""What a run prints: a line for each log, a table for each evaluation; above the bar on a terminal, plain elsewhere.
+"""What a run prints: a line per log, a table per evaluation; above the progress bar on a terminal, plain elsewhere.
 
-Trackers and trainer_state.json get every figure. Here are those that say whether a head learns.
+Trackers and trainer_state.json get every metric. These are the ones that show whether a head learns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _UNPRINTED = ("epoch", "total_flos", "step")
 
 
 class Pace:
-    """Supervised tokens a second since the last line, and the time that is left. Evaluations and checkpoints are no
-    part of the first, and are part of the second."""
+    """Supervised tokens per second since the last line, and the remaining time. Evaluations and checkpoints count for
+    the second only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -38,7 +38,7 @@ class Pace:
         self._whole = self._interrupted = False
 
     def begin(self, step: int) -> None:
-        """A run that starts after `step` steps. Resumed between two logs, its first rate is unknown."""
+        """Start timing a run at step `step`. If that is a resumption, the first rate is unknown."""
         self._began = self._since = self._step_ended = self.clock()
         self._first, self._lost, self._whole, self._interrupted = step, 0.0, step == 0, False
 
@@ -54,14 +54,14 @@ class Pace:
         self._interrupted = True
 
     def rate(self) -> float | None:
-        """Tokens a second since rate() was last asked; None where they cannot be known."""
+        """Tokens per second since the last call of rate(); None if unknown."""
         now = self.clock()
         seconds, tokens, whole = now - self._since - self._lost, self.tokens, self._whole
         self._since, self._lost, self.tokens, self._whole = now, 0.0, 0, True
         return tokens / seconds if whole and tokens and seconds > 0 else None
 
     def left(self, step: int, last: int) -> float | None:
-        """Seconds until step `last`, at the speed so far."""
+        """Seconds until step `last` at the average speed so far; None if unknown."""
         done = step - self._first
         return (self.clock() - self._began) / done * (last - step) if done > 0 and last >= step else None
 
@@ -88,13 +88,13 @@ def clock_time(seconds: float) -> str:
 
 
 def evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
-    """`eval_`, or `eval_NAME_` of one of several held-out sets; None where the log is no evaluation's."""
+    """`eval_`, or `eval_NAME_` for one of several held-out sets; None if the log is not an evaluation's."""
     prefixes = (name.removesuffix("runtime") for name in logs if name.startswith("eval_") and name.endswith("_runtime"))
     return next(prefixes, None)
 
 
 def evaluation_table(logs: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """The figures of an evaluation beside those of the one before, of an earlier step; history: the run's log."""
+    """A table of an evaluation's metrics next to those of the last one at an earlier step; history: the run's log."""
     prefix = evaluation_prefix(logs)
     assert prefix is not None
     earlier = [e for e in history if f"{prefix}runtime" in e and e["step"] < step]
@@ -111,11 +111,11 @@ def evaluation_table(logs: Mapping[str, Any], history: Sequence[Mapping[str, Any
     title = f"evaluation at step {step}: {f'{name}, ' if name else ''}{count} held-out rows"
     columns = ["", f"step {step}", *([f"step {before['step']}", "change"] if before else [])]
     shown = terminal.as_text(terminal.table(f"{title}, {seconds:.1f} s", columns, rows))
-    return "\n".join(["", *filter(None, shown.splitlines()), ""])  # set off from the lines around it, and in one piece
+    return "\n".join(["", *filter(None, shown.splitlines()), ""])  # blank lines around it, none within
 
 
 def evaluation_rows(logs: Mapping[str, Any], prefix: str) -> list[tuple[str, str, int]]:
-    """The figures that are shown of an evaluation: name, label and digits."""
+    """The metrics of an evaluation to show: name, label and digits."""
     depths = 0
     while f"{prefix}accuracy_depth_{depths + 1}" in logs:
         depths += 1
@@ -130,7 +130,7 @@ def evaluation_rows(logs: Mapping[str, Any], prefix: str) -> list[tuple[str, str
 
 
 def summary_line(logs: Mapping[str, Any], steps: int) -> str:
-    """The log at the end of training, and any other: its figures in a line."""
+    """A line for the log at the end of training, or for any other log."""
     if "train_runtime" in logs:
         loss = f", mean loss {float(logs['train_loss']):.3f}" if "train_loss" in logs else ""
         return f"trained: {steps} steps in {clock_time(float(logs['train_runtime']))}{loss}"
@@ -140,7 +140,7 @@ def summary_line(logs: Mapping[str, Any], steps: int) -> str:
 
 
 class _Lines(TrainerCallback):
-    """Logs as lines, each legend with the first that it explains."""
+    """Logs as lines; each legend is printed once, with the first line it explains."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class AcceptanceProgress(_Lines, ProgressCallback):
 
 
 def printer_for(callback: Any, pace: Pace) -> TrainerCallback | None:
-    """The replacement of transformers' printing callback; None for any other callback. A bar is for terminals."""
+    """Our replacement for transformers' printing callbacks, with a bar only on terminals; None for other callbacks."""
     if type(callback) is ProgressCallback and sys.stderr.isatty():
         return AcceptanceProgress(pace)
     return AcceptanceLog(pace) if type(callback) in (ProgressCallback, PrinterCallback) else None

@@ -24,7 +24,7 @@ def load(options: Options) -> Any:
 
 
 def prompt_room(config: Any, options: Options) -> int:
-    """Tokens that a prompt may have, with room for its answer."""
+    """The most tokens that a prompt may have, leaving room for its answer."""
     room = min(options.max_length, getattr(config, "max_position_embeddings", None) or options.max_length)
     if room <= options.max_new_tokens:
         raise ValueError(f"--max_new_tokens {options.max_new_tokens}: the base takes {room} tokens, prompt included")
@@ -38,10 +38,10 @@ def cut_prompt(ids: list[int], room: int, tokenizer: Any) -> list[int]:
 
 @torch.no_grad()
 def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options, first: int) -> list[list[Row]]:
-    """The base's answers to each question, turn by turn; questions of one temperature are answered together.
+    """The base's answers to each question, turn by turn; questions of one temperature are batched.
 
-    first: the number of the first answer among all. Each is sampled by a seed of its own number, so that neither
-    batches nor an earlier stop decide it."""
+    first: the number of the first answer among all. Each is sampled with a seed derived from its number, so that it
+    depends neither on its batch nor on where the run was resumed."""
     room, pad = prompt_room(base.config, options), tokenizer.pad_token_id or 0
     rows: list[list[Row]] = [[] for _ in asks]
     answers: list[list[str]] = [[] for _ in asks]

@@ -15,7 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 WINDOWS = 4000  # rows of text, unless --num_rows is given
 _SAMPLING = ("top_p", "top_k", "min_p")
 _SERVER_ONLY = ("model", "extra_body")
-# What decides the rows of a file, so that a run can resume only with the same. num_rows may grow.
+# Options that determine the rows of a file, so that a run can resume only with the same values. num_rows may grow.
 DECIDING = (
     "base", "source", "split", "chat", "chat_template_kwargs", "prompt_tokens", "max_new_tokens", "max_length",
     "temperature", *_SAMPLING, "dtype", "seed", *_SERVER_ONLY,
@@ -29,18 +29,18 @@ class Options:
     source: str | None = field(
         default=None, metadata={"help": "rows with messages, prompt or text: a file, glob or hub id (default: stdlib)"}
     )
-    split: str = field(default="train", metadata={"help": "of the standard library: train or held_out"})
+    split: str = field(default="train", metadata={"help": "part of the standard library: train or held_out"})
     num_rows: int | None = field(
-        default=None, metadata={"help": f"lines of the finished file (default: every turn once; of text {WINDOWS})"}
+        default=None, metadata={"help": f"lines of the finished file (default: each turn once; {WINDOWS} for text)"}
     )
     chat: bool = field(default=False, metadata={"help": "put each `prompt` into the chat template"})
     chat_template_kwargs: str | None = field(
         default=None, metadata={"help": """variables of the chat template, as '{"enable_thinking": false}'"""}
     )
     prompt_tokens: int = field(default=64, metadata={"help": "tokens of a window of text"})
-    max_new_tokens: int = field(default=128, metadata={"help": "tokens of an answer at most"})
+    max_new_tokens: int = field(default=128, metadata={"help": "most tokens of an answer"})
     max_length: int = field(
-        default=DataConfig.max_length, metadata={"help": "tokens of a line at most: longer prompts keep their end"}
+        default=DataConfig.max_length, metadata={"help": "most tokens of a line: longer prompts keep their end"}
     )
     temperature: list[float] = field(
         default_factory=lambda: [0.0],
@@ -60,7 +60,7 @@ class Options:
     )
     model: str | None = field(default=None, metadata={"help": "its name on the servers (default: --base)"})
     concurrency: int = field(default=64, metadata={"help": "questions in flight at a time, over all servers"})
-    retries: int = field(default=6, metadata={"help": "tries again after a failed request, 1, 2, 4, … seconds later"})
+    retries: int = field(default=6, metadata={"help": "retries of a failed request, after 1, 2, 4, … seconds"})
     timeout: float = field(default=600.0, metadata={"help": "seconds without data from a server"})
     extra_body: str | None = field(
         default=None,
@@ -104,7 +104,7 @@ class Options:
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """The options that decide the rows."""
+        """The options that determine the rows."""
         return {name: getattr(self, name) for name in DECIDING}
 
     @property
@@ -132,7 +132,7 @@ def _is_http_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port, or of brackets
+    except ValueError:  # a malformed port or brackets
         return False
 
 

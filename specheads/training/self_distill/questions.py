@@ -1,4 +1,4 @@
-"""The questions, their order and temperatures: fixed by the options, each question once a pass."""
+"""The questions, their order and temperatures, as determined by the options; each question comes once per pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specheads.training.self_distill.options import WINDOWS, Options
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Token ids that the base continues, and whether they are supervised too: a conversation of one turn."""
+    """Token ids for the base to continue, a conversation of one turn. supervised: are they learnt too?"""
 
     ids: list[int]
     supervised: bool = False
@@ -41,7 +41,7 @@ Question = Conversation | TextPrompt
 
 @dataclass(frozen=True)
 class Ask:
-    """A question, and the temperature of its answers."""
+    """A question, and the temperature at which to answer it."""
 
     question: Question
     temperature: float
@@ -59,10 +59,10 @@ class Ask:
 
 @dataclass
 class Stream:
-    """asks: the questions in order, mostly without end. wanted: lines of the file.
+    """asks: the questions in order, usually endless. wanted: lines of the file.
 
     cycle: the run ends after so many questions in a row without a new line; by then all have been asked.
-    mark: how many questions there are and their checksum, since both decide the order; None of windows of text.
+    mark: the number of questions and their checksum, which determine the order; None for windows of text.
     """
 
     asks: Iterator[Ask]
@@ -72,7 +72,7 @@ class Stream:
 
 
 def stream(options: Options, tokenizer: Any) -> Stream:
-    """The questions that the options ask for. Raises ValueError for malformed rows, and for more lines than they can
+    """The questions that the options ask for. ValueError for malformed rows, and if more lines are wanted than they can
     give."""
     with naming_undecodable_lines(options.source):
         return _stream(options, tokenizer)
@@ -121,7 +121,7 @@ def _mark(asked: Sequence[Question]) -> str:
 
 
 def _texts(options: Options, rows: Iterable[dict[str, Any]], tokenizer: Any) -> list[list[int]]:
-    """The rows of text as ids. Raises ValueError that names a malformed row, or one with ids the tokenizer lacks."""
+    """The rows of text as ids. ValueError names a malformed row, or one with ids the tokenizer lacks."""
     config, vocab_size = DataConfig(train=options.source), 1 + max(tokenizer.get_vocab().values())
     encoded = []
     for number, row in enumerate(rows, start=1):
@@ -134,7 +134,7 @@ def _texts(options: Options, rows: Iterable[dict[str, Any]], tokenizer: Any) -> 
 
 
 def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) -> list[Question]:
-    """The questions of rows of messages or prompts, each once. Raises ValueError that names a malformed row."""
+    """The questions of rows of messages or prompts, each once. ValueError names a malformed row."""
     asked: dict[Hashable, Question] = {}
     without_user = 0
     for number, row in enumerate(rows, start=1):
@@ -168,10 +168,10 @@ def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
 
 
 def passes(asked: Sequence[Question], seed: int, temperatures: Sequence[float] = (0.0,)) -> Iterator[Ask]:
-    """Every question once, in a seeded order, and all of them again and again, each time at its next temperature.
+    """Passes over all questions, each in a seeded order, with each question at its next temperature every time.
 
-    A question's position in the first pass sets its first temperature, so that temperatures share every pass equally. A
-    question is answered greedily once; ends where that leaves nothing to ask.
+    A question's position in the first pass sets its first temperature, so that temperatures share every pass equally.
+    Greedily a question is asked only once; the stream ends if nothing is left to ask.
     """
     rng = random.Random(seed)
     first: dict[int, int] = {}  # question → its position in the first pass
@@ -191,9 +191,9 @@ def passes(asked: Sequence[Question], seed: int, temperatures: Sequence[float] =
 def windows(
     rows: Sequence[list[int]], num_tokens: int, seed: int, temperatures: Sequence[float] = (0.0,)
 ) -> Iterator[Ask]:
-    """A seeded stream of windows of text, each at the next temperature; long documents are drawn from more often.
+    """A seeded stream of windows of text, each at the next temperature; longer documents are drawn from more often.
 
-    A window is continued greedily once; ends where that leaves none.
+    Greedily a window is continued only once; the stream ends if none is left.
     """
     rng = random.Random(seed)
     weights = [len(row) for row in rows]

@@ -1,4 +1,4 @@
-"""A server's answer → token ids: those it sent where it does, else its text through the base's tokenizer."""
+"""A server's answer → token ids: those it sent if it did, else its text through the base's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDED = {"stop": True, "tool_calls": True, "function_call": True, "length": Fal
 
 @dataclass(frozen=True)
 class Reply:
-    """prompt, new: token ids, `new` with the end of text where the answer has ended. text: for the history.
+    """prompt, new: token ids; `new` includes the end of text if the answer has ended. text: for the history.
 
     last: the reason why the chat cannot continue after this answer, if it cannot.
     """
@@ -34,7 +34,7 @@ class Reply:
 
 
 class Replies:
-    """Answers → token ids. Counts answers that came as text alone, and prompts that the server rendered differently."""
+    """Answers → token ids. Counts answers that came only as text, and prompts that the server rendered differently."""
 
     def __init__(self, options: Options, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -47,7 +47,7 @@ class Replies:
     def read_chat(
         self, choice: dict[str, Any], question: Conversation, history: Sequence[Message], prompt: list[int]
     ) -> Reply:
-        """The answer to a chat. prompt: as the template of --base renders it. Refused where the ids are uncertain."""
+        """The answer to a chat. prompt: as rendered by the template of --base. Refused if the ids are uncertain."""
         message, ended = choice["message"], _ended(choice)
         text, calls = message.get("content") or "", _calls(message)
         reasoning = next((message[name] for name in _REASONING if message.get(name)), "")
@@ -57,7 +57,7 @@ class Replies:
         if ids is not None:
             prompt = self._server_prompt(choice, prompt)
         elif not reasoning and not calls:
-            # Verbatim after the prompt: a template may trim it, or put something before it.
+            # Verbatim after the prompt, since a template may trim it or put something before it.
             ids = encode_after(self.tokenizer, question.text(history, self.tokenizer, generation_prompt=True), text)
         elif written is None:
             raise Refused(
@@ -84,7 +84,7 @@ class Replies:
         return Reply(prompt, self._with_end(ids, choice, _ended(choice), self.tokenizer.eos_token_id))
 
     def summary(self) -> str:
-        """How many answers or prompts are not exactly what the server saw."""
+        """How many answers or prompts may not be exactly what the server had."""
         notes = []
         if self.as_text:
             notes.append(f"{self.as_text} of {self.count} answers came as text alone and were tokenized here")
@@ -96,14 +96,14 @@ class Replies:
         return "; ".join(notes)
 
     def _sent_ids(self, choice: dict[str, Any], text: str) -> list[int] | None:
-        """The answer's ids as the server sent them. Refused where they are not those of this tokenizer."""
+        """The answer's ids as the server sent them, None if it did not. Refused if they are not this tokenizer's."""
         self.count += 1
         ids = choice.get("token_ids")
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             self.as_text += 1
             return None
         spelled = self.tokenizer.decode(ids) if all(0 <= token < self.vocab_size for token in ids) else ""
-        # Without white space, which servers trim, and inside a character that was cut
+        # White space is ignored, since servers trim it; texts that were cut inside a character are not compared.
         if "\ufffd" not in text and "".join(text.split()) not in "".join(spelled.split()):
             raise Refused(
                 f"its token ids spell {spelled!r:.60} here, not {text!r:.60}: is --base the model that is served?"
@@ -121,7 +121,7 @@ class Replies:
     def _rendered(
         self, question: Conversation, history: Sequence[Message], text: str, reasoning: str, calls: list[Any]
     ) -> tuple[list[int] | None, int | None]:
-        """What the template writes for an answer after its prompt, and the end token; None where it drops some."""
+        """What the template writes for an answer after its prompt, and the end token; None if it drops parts of it."""
         before = question.text(history, self.tokenizer, generation_prompt=True)
         for name in (*_REASONING, "thinking") if reasoning else ("",):
             message: Message = {"role": "assistant", "content": text}
@@ -150,9 +150,9 @@ class Replies:
 
 
 def chat_request(question: Conversation, history: Sequence[Message]) -> dict[str, Any]:
-    """A chat as fields of a request: calls have an id, a type and arguments in JSON, results the id of their call.
+    """A chat as fields of a request: calls get an id, a type and arguments as JSON, results the id of their call.
 
-    Data written for chat templates mostly has none of these.
+    Data written for chat templates usually lacks these.
     """
     sent, waiting, number = list[Message](), list[str](), 0
     for message in history:
@@ -163,7 +163,7 @@ def chat_request(question: Conversation, history: Sequence[Message]) -> dict[str
                 function = call.get("function", call)
                 arguments = function.get("arguments", {})
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                waiting.append(call.get("id") or f"call{number:05d}")  # nine letters and digits, as Mistral's has
+                waiting.append(call.get("id") or f"call{number:05d}")  # nine letters and digits, as Mistral requires
                 number += 1
                 message["tool_calls"].append({
                     "id": waiting[-1], "type": "function", "function": {"name": function.get("name"), "arguments": text}

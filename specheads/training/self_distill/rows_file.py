@@ -21,12 +21,12 @@ SAME = "the same line is there already"
 
 
 class RowsFile:
-    """Lines of JSON at `path`, one an answer, written a round of questions at a time.
+    """Lines of JSON at `path`, one per answer, written a round of questions at a time.
 
     An answer without a line of its own has a record in `path`.left_out: {"answer": its number among all, from 0,
-    "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first:
-    without it, later lines would be taken for other answers. A killed process leaves whole rounds and at most a part of
-    one. `path`.options holds the options that decide the rows, and the mark of the questions.
+    "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first,
+    since without it later lines would be taken for other answers. A killed process leaves complete rounds and at most
+    part of one more. `path`.options holds the options that determine the rows, and the mark of the questions.
     """
 
     def __init__(self, path: Path, stream: Stream) -> None:
@@ -44,8 +44,8 @@ class RowsFile:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
 
     def require_same(self, options: Mapping[str, Any]) -> None:
-        """ValueError if the file holds something else, or rows made with other options than these, or of other
-        questions; else keep these beside the rows."""
+        """ValueError if the file holds something else, or rows made with other options or from other questions; else
+        save the options next to the rows."""
         if self.path.is_dir():
             raise ValueError(f"--output {self.path} is a folder: give a file")
         refuse_below_file(self.path)
@@ -60,7 +60,7 @@ class RowsFile:
             differing = [
                 f"{name}: {before[name]!r}, not {value!r}"
                 for name, value in options.items()
-                if name in before and before[name] != value  # an older version may have had fewer
+                if name in before and before[name] != value  # older versions had fewer
             ]
             if differing:
                 raise ValueError(
@@ -80,7 +80,7 @@ class RowsFile:
         ends, digests = self._read()
         left_out = self._read_left_out()
         asks, wanted = self.stream.asks, self.stream.wanted
-        if len(digests) >= wanted:  # a file longer than what is asked for stays as it is
+        if len(digests) >= wanted:  # a file that is longer than wanted stays as it is
             self.lines, self.left_out = len(digests), Counter(left_out.values())
             os.truncate(self.path, ends[-1])
             return asks
@@ -110,7 +110,7 @@ class RowsFile:
         return asks
 
     def add(self, asked: Sequence[Ask], results: Sequence[Sequence[Row | str]]) -> None:
-        """Write the answers to a round: rows, or the reason why there is none."""
+        """Write the answers to a round: each a row, or the reason why there is none."""
         lines, records = list[bytes](), list[str]()
         for one, turns in zip(asked, results, strict=True):
             assert len(turns) == one.num_turns
@@ -130,14 +130,14 @@ class RowsFile:
                 self.answers += 1
             self.idle = 0 if len(lines) > before else self.idle + 1
             if self.idle >= self.stream.cycle:
-                break  # the run ends at this question, whatever else is in its round
+                break  # the run ends at this question, even inside a round
         if records:
             _append(self.left_out_path, "".join(records).encode())
         _append(self.path, b"".join(lines))
         self.lines += len(lines)
 
     def summary(self) -> str:
-        """What became of the answers, in one line."""
+        """One line on what became of the answers."""
         text = f"{self.path}: {self.lines} lines"
         if self.lines < self.stream.wanted:
             text += f" of the {self.stream.wanted} asked for: the questions have no further answers"
@@ -149,7 +149,7 @@ class RowsFile:
         return text
 
     def _read(self) -> tuple[list[int], list[bytes]]:
-        """Where each whole line ends, from 0 on, and the digest of each."""
+        """Byte offsets of the ends of complete lines, preceded by 0, and the digest of each line."""
         ends, digests = [0], []
         if self.path.exists():
             with self.path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""From options to the finished file."""
+"""Self-distillation, from options to the finished file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
 from specheads.training.self_distill.rows_file import RowsFile
 
-BATCHES = 4  # of each temperature in a round; a run that is stopped loses a round
+BATCHES = 4  # per temperature and round; a stopped run loses at most a round
 
 
 def run(options: Options) -> None:
@@ -33,7 +33,7 @@ def run(options: Options) -> None:
     tokenizer = load_tokenizer(options.base, **hub)
     file = RowsFile(Path(options.output), stream(options, tokenizer))
     file.require_same(options.deciding)
-    # A round holds several batches of each temperature, so that a row that has finished finds another question.
+    # A round has several batches of each temperature, so that a finished row can take another question.
     largest = 1 if options.server else BATCHES * options.batch_size * len(options.temperature)
 
     def round_size(room: int) -> int:

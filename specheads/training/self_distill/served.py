@@ -1,4 +1,4 @@
-"""Answers by servers: several questions at a time, the turns of each one after the other, written in order."""
+"""Answers by servers: several questions at a time, each turn by turn, written in order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from specheads.training.self_distill.rows_file import RowsFile
 from specheads.training.self_distill.server import Refused, ServerError, Servers
 
 KEY = "OPENAI_API_KEY"
-AHEAD = 1024  # questions asked after the oldest unanswered one, at most: a killed run asks them again
-REFUSED_IN_A_ROW = 16  # then the questions are not the cause
+AHEAD = 1024  # most questions asked after the oldest unanswered one: a killed run asks them again
+REFUSED_IN_A_ROW = 16  # after so many, the questions are not to blame
 
 
 async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, bar: tqdm) -> None:
-    """Ask until the file is full. Raises ServerError where a server fails, or refuses everything."""
+    """Ask until the file is full. ServerError if a server fails, or refuses everything."""
     replies = Replies(options, tokenizer)
     unwritten: list[tuple[Ask, list[Row | str]]] = []  # refusals, written once another question gets an answer
     servers = Servers(options.server, retries=options.retries, timeout=options.timeout, key=os.environ.get(KEY))
@@ -48,7 +48,7 @@ async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer:
 
 
 def _write(file: RowsFile, answered: list[tuple[Ask, list[Row | str]]]) -> None:
-    """Each question is a round of its own. Empties the list."""
+    """Write each question as a round of its own, and empty the list."""
     for ask, results in answered:
         file.add([ask], [results])
     answered.clear()
@@ -57,11 +57,11 @@ def _write(file: RowsFile, answered: list[tuple[Ask, list[Row | str]]]) -> None:
 async def _in_order(
     servers: Servers, file: RowsFile, asks: Iterator[Ask], options: Options, replies: Replies
 ) -> AsyncGenerator[tuple[Ask, list[Row | str]], None]:
-    """The questions in their order, each with its results. Up to options.concurrency run, and no more than could fill
-    the file; those that have finished behind a slow one wait for it, within AHEAD."""
+    """The questions in order, each with its results. Up to options.concurrency run at a time, and no more than could
+    fill the file; results that finish before an earlier, slower one wait for it, up to AHEAD."""
     asked: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
     running: set[asyncio.Task[list[Row | str]]] = set()
-    failed = False  # what failed is raised in its turn, and no other is asked meanwhile
+    failed = False  # an error is raised when its turn comes; meanwhile nothing more is asked
     answer = file.answers  # the number of the next question's first answer, which seeds its sampling
     try:
         while not file.finished:
@@ -91,7 +91,7 @@ async def _in_order(
 
 
 def _possible_lines(file: RowsFile, asked: deque[tuple[Ask, Any]]) -> int:
-    """Lines there would be if every answer that was asked for gave one."""
+    """How many lines there will be if every pending answer gives one."""
     return file.lines + sum(ask.num_turns for ask, _ in asked)
 
 

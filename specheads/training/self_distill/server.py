@@ -1,4 +1,4 @@
-"""Requests to OpenAI-compatible servers: in turn, repeated after a failure, with clear errors."""
+"""Requests to OpenAI-compatible servers: round-robin, with retries and clear errors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _IDS = "return_token_ids"
 
 
 class ServerError(OSError):
-    """No answer, or one that further tries would not change. Rows written before it are safe."""
+    """No answer, or an error that a retry would not fix. Rows written before it are safe."""
 
 
 class Refused(ValueError):
-    """One question without an answer to learn from; the others are unaffected."""
+    """One question has no usable answer; the others are unaffected."""
 
 
 class Servers:
@@ -49,9 +49,9 @@ class Servers:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def choice(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The first choice of the answer to POST `route`, with prompt_token_ids where the server sends them.
+        """The first choice of the answer to POST `route`, with prompt_token_ids if the server sends them.
 
-        Raises Refused where the server refuses this request, ServerError where asking on is of no use.
+        Refused if the server refuses this request, ServerError if further requests are pointless.
         """
         first = next(self._turns)
         for attempt in range(self.retries + 1):
@@ -74,7 +74,7 @@ class Servers:
             except ValueError as error:
                 problem = f"what is no answer in JSON: {error}"
             if attempt < self.retries:
-                # Spread, or requests that a server turned away together come back together.
+                # Jitter, so that requests that were turned away together do not come back together.
                 wait = max(delay, FIRST_DELAY * 2**attempt)
                 await asyncio.sleep(min(LONGEST_DELAY, wait) * random.uniform(0.75, 1.25))
         raise ServerError(
@@ -110,7 +110,7 @@ def _seconds(value: str | None) -> float:
     try:
         return float(value or 0)
     except ValueError:
-        return 0.0  # a date: the usual steps do as well
+        return 0.0  # an HTTP date: use the usual delays
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal, for the matrices inside a model.
+"""Muon: orthogonalised momentum for the hidden matrices of a model.
 
 Jordan 2024; the scaling to AdamW's root mean square: arXiv:2502.16982.
 """
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from specheads.decoding.probs.precision import bfloat16_is_fast
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic iteration: steepest at zero
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic iteration, chosen for the steepest slope at zero
 ITERATIONS = 5
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon, in float32 on processors without fast bfloat16, where that one takes up to 80 times as long.
+    """torch.optim.Muon, but in float32 on processors without fast bfloat16, where torch's takes up to 80 times as long.
 
     params: 2-D parameters, or groups of them. like_adamw: scale steps to AdamW's root mean square, so that AdamW's
     learning rates fit; otherwise by √max(1, rows / columns).

@@ -1,4 +1,4 @@
-"""Optimizers for heads: a learning rate per group of parameters, and Muon for matrices beside AdamW for the rest."""
+"""Optimizers for heads: a learning rate per group of parameters, and Muon for matrices with AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def parameter_groups(
     decayed: Iterable[str],
     multipliers: Mapping[str, float],
 ) -> list[Group]:
-    """Trainable parameters by their learning rate and weight decay, in the order they come.
+    """Trainable parameters grouped by learning rate and weight decay, in order.
 
-    multipliers: regular expression → factor on the learning rate; the first that matches a parameter's name
-    counts. Raises ValueError for one that matches none.
+    multipliers: regular expression → factor on the learning rate; the first that matches a parameter's name counts.
+    ValueError for one that matches none.
     """
     decayed = set(decayed)
     used: set[str] = set()
@@ -50,10 +50,10 @@ def parameter_groups(
 
 
 class MuonAdamW(Optimizer):
-    """Muon on the 2-D matrices inside the head, AdamW on everything else, as one optimizer.
+    """Muon on the head's hidden matrices, AdamW on everything else, as one optimizer.
 
-    groups: from parameter_groups. Embeddings and output matrices (a name with "lm_head" or "embed") go to AdamW. Both
-    take the same learning rate.
+    groups: from parameter_groups. Embeddings and output matrices (names with "lm_head" or "embed") go to AdamW. Both
+    use the same learning rate.
     """
 
     def __init__(self, groups: list[Group], *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
@@ -70,7 +70,7 @@ class MuonAdamW(Optimizer):
             raise ValueError(f"muon=true needs matrices and other parameters to train: {len(matrices)}, {len(others)}")
         self._muon = Muon(matrices)
         self._adamw = AdamW(others, betas=betas, eps=eps)
-        # The groups are the same dicts in all three, so that a scheduler's new rate reaches the one that steps.
+        # All three share the group dicts, so that a scheduler's new rate reaches the optimizer that steps.
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
 
     @torch.no_grad()

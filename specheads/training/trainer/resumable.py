@@ -1,4 +1,4 @@
-"""ResumableTrainer: the half of SpecTrainer that saves and resumes. Checkpoints hold the head alone."""
+"""ResumableTrainer: the half of SpecTrainer that saves and resumes. Checkpoints leave out the base."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from specheads.training.resume import Unlogged, Writers, data_mark, refuse_other
 
 
 class ResumableTrainer(Trainer):
-    """transformers' Trainer, whose runs resume as they would have gone on, to the last bit.
+    """transformers' Trainer, whose resumed runs are bit-identical to uninterrupted ones.
 
-    recipe: as YAML, where one was followed. restored_step: whose head the run took up at its end, as its best.
+    recipe: as YAML, if there is one. restored_step: the step whose head was restored at the end as the best, if any.
     """
 
     args: SpecTrainingArguments
     recipe: str | None = None
     restored_step: int | None = None
     _training_meter: TrainingMeter
-    _longest: Tensor | None = None  # () tokens of the longest text since the head last noted it
-    _data: str | None = None  # its mark, once it was needed
+    _longest: Tensor | None = None  # () tokens of the longest text since it was last recorded in the head
+    _data: str | None = None  # the data's mark, computed on first use
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Raises TrainingError where it cannot be written: its part is deleted, and earlier checkpoints stay."""
+        """TrainingError if it cannot be written: the partial checkpoint is deleted, and earlier ones stay."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
-            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: a checkpoint is finished once all is written
+            (folder / STATE).unlink(missing_ok=True)  # an earlier run's: it marks a checkpoint as finished
         self._note_trained_length()
-        kept: Any = self.state.stateful_callbacks  # of a resumed run those of its checkpoint alone (transformers 5.23)
+        kept: Any = self.state.stateful_callbacks  # in a resumed run only the checkpoint's (transformers 5.23)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
                 kept.setdefault(type(callback).__name__, callback.state())
@@ -73,24 +73,24 @@ class ResumableTrainer(Trainer):
 
     @property
     def head_step(self) -> int:
-        """After how many steps the head in memory was trained so far."""
+        """How many steps the head in memory has been trained for."""
         return self.state.global_step if self.restored_step is None else self.restored_step
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         unlogged = Unlogged([self._training_meter.state()], float(self._tr_loss), self._globalstep_last_logged)
         unlogged.save(output_dir, self.args.process_index, self._writers())
-        # The first process writes trainer_state.json next, which says that the checkpoint is whole.
+        # The first process writes trainer_state.json next, which marks the checkpoint as complete.
         self.accelerator.wait_for_everyone()
 
     def _note_trained_length(self) -> None:
-        """Note the longest text of all processes, which call this together, in the head, and so in its checkpoints."""
+        """Record the longest text of all processes, which call this together, in the head and so in its checkpoints."""
         longest = max(gather_object([0 if self._longest is None else int(self._longest)]))
         self.accelerator.unwrap_model(self.model).note_trained_length(longest)
         self._longest = None
 
     def note_length_of(self, checkpoint: Path) -> None:
-        """Note the longest text that the checkpoint's head had learnt from."""
+        """Record the longest text that the checkpoint's head was trained on."""
         stored = json.loads((checkpoint / CONFIG).read_text("utf8"))
         self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
 
@@ -100,7 +100,7 @@ class ResumableTrainer(Trainer):
         if checkpoint is None or writers is None:
             return
         if writers.processes != self.args.world_size:
-            # transformers would reuse the seed of the start, which would drop the same weights again.
+            # transformers would reuse the initial seed, which would repeat the same dropout masks.
             set_seed(self.args.seed + self.state.global_step)
         self.note_length_of(Path(checkpoint))
         unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
@@ -110,30 +110,31 @@ class ResumableTrainer(Trainer):
         self._globalstep_last_logged = unlogged.last_logged
 
     def _writers(self) -> Writers:
-        """This run as its checkpoints record it."""
+        """This run, as recorded in its checkpoints."""
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         self._data = self._data or data_mark(self.train_dataset)
         kind, processes = kind_of(self.accelerator), self.args.world_size
         return Writers(processes, rows * processes, kind, self._data, self.args.data_seed)
 
     def refuse_other_run(self, checkpoint: Path) -> None:
-        """Raise ResumeError where another run wrote the checkpoint: one with another head, base, data or step."""
+        """ResumeError if a run with another head, base, data or rows per step wrote the checkpoint."""
         refuse_other_model(self.accelerator.unwrap_model(self.model).config, checkpoint)
         if (written := writers_of(checkpoint, self.args.process_index)) is not None:
             self._writers().refuse(written, checkpoint, other_rows=self.args.ignore_data_skip)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The head alone; a launcher that shards parameters passes what it gathered."""
+        """Save the head without its base. state_dict: as gathered by a launcher that shards parameters."""
         if self.args.should_save:
             model = self.accelerator.unwrap_model(self.model)
-            if self._longest is not None:  # between two checkpoints, which know it of all processes
+            if self._longest is not None:  # between checkpoints, which record it over all processes
                 model.note_trained_length(int(self._longest))
             folder = output_dir or self.args.output_dir
             model.save_pretrained(folder, state_dict=state_dict)
             run_card.write(Path(str(folder)), model, self.record())
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As in transformers, which copies the head into the run's folder and uploads that."""
+        """transformers' method, which copies the head into the run's folder and uploads that; then fixes the base's
+        path."""
         super()._push_from_checkpoint(checkpoint_folder)
         if self.is_world_process_zero():
             correct_copied_name(Path(checkpoint_folder), Path(str(self.args.output_dir)))
@@ -141,7 +142,7 @@ class ResumableTrainer(Trainer):
     def create_model_card(  # type: ignore[override]
         self, *, license: str | None = None, model_name: str | None = None, **options: Any
     ) -> None:
-        """The head's own card, before an upload; transformers' would replace it, and say that the head is a model."""
+        """Write the head's own card before an upload; transformers' would replace it, and call the head a model."""
         if options:
             raise TypeError(f"the card of a head is written from its run: leave out {', '.join(sorted(options))}")
         if self.is_world_process_zero():
@@ -150,7 +151,7 @@ class ResumableTrainer(Trainer):
             run_card.write(folder, model, record, self.hub_model_id, license)
 
     def record(self) -> TrainingRecord:
-        """What a model card says of the run so far."""
+        """What a model card says about the run so far."""
         steps, processes = self.state.global_step, self.args.world_size
         trained = [] if self.recipe else run_card.describe_training(self.args, steps, self.train_dataset, processes)
         return TrainingRecord(

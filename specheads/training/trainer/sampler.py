@@ -1,4 +1,4 @@
-"""The order of rows of like length, by the seed and the epoch alone, so that a resumed run has it too."""
+"""Length-grouped sampling that depends only on the seed and the epoch, so that a resumed run has the same order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 class SeededLengthGroups(LengthGroupedSampler):
-    """transformers' order of each epoch depends on all random draws before it; this one's does not.
+    """LengthGroupedSampler, but its order does not depend on all earlier random draws, as transformers' does.
 
     The Trainer calls set_epoch() before each epoch.
     """

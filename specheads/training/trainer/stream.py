@@ -1,4 +1,4 @@
-"""Rows of unknown number, read again and again, so that a run over them is one epoch."""
+"""A stream of unknown length, repeated endlessly, so that a run over it is one epoch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch.utils.data import IterableDataset
 
 
 class EndlessRows(IterableDataset):
-    """The rows of a stream, from the beginning again after the last. ValueError if it is read on after a pass that gave
-    none.
+    """The rows of a stream, restarted after the last. ValueError if it is read further after a pass without rows.
 
-    At the end of a stream transformers (5.23) keeps the gradients of a step that is not whole for the next one, and
-    never steps where the rows are fewer than a step takes; a resumed run would forget how often they were read.
+    At the end of a stream transformers (5.23) carries the gradients of an incomplete step over to the next one, and
+    never steps if there are fewer rows than a step takes; a resumed run would forget how often they were read.
     """
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
-        self.ended: int | None = None  # after so many rows
+        self.ended: int | None = None  # the number of rows read, once a pass has given none
 
     def __iter__(self) -> Iterator[Any]:
         if self.ended is not None:

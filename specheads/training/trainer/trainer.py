@@ -1,5 +1,5 @@
 """SpecTrainer: transformers' Trainer with what heads need: accepted length in every log, learning rates per group,
-checkpoints of the head alone (`resumable.py`)."""
+checkpoints without the base (`resumable.py`)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _log = logging.getLogger(__name__)
 class SpecTrainer(ResumableTrainer):
     """Trains the head of a SpecModel.
 
-    Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log, and of the
-    whole run tokens_seen (supervised) and cpu_seconds (of all processes; what one that was killed had not logged is
-    lost). Evaluations report them as eval_…, exact over the whole evaluation set, with AcceptanceMeter's figures for
-    the head's tree and for sampling. The loss of a step is that of its global batch: a mean over all supervised tokens,
-    however many micro-batches and processes share it.
+    Logs accepted_length, accuracy_depth_k and the head's loss terms over everything since the last log, and tokens_seen
+    (supervised) and cpu_seconds (of all processes; what a killed process had not logged is lost) over the whole run.
+    Evaluations report them as eval_…, exact over the whole evaluation set, with AcceptanceMeter's metrics for the
+    head's tree and for sampling. A step's loss is that of its global batch: a mean over all supervised tokens, however
+    many micro-batches and processes share it.
     """
 
     def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class SpecTrainer(ResumableTrainer):
     ) -> Any:  # fmt: skip
         tokens = supervised_tokens(inputs)
         unwrapped, step = self.accelerator.unwrap_model(model), self.state.global_step
-        seed = self.args.seed % 2**31  # which leaves room for the step in 64 bits
+        seed = self.args.seed % 2**31  # leaves room for the step in 64 bits
         unwrapped.progress, unwrapped.draw_seed = step / max(1, self.state.max_steps), seed << 32 | step
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
@@ -114,7 +114,7 @@ class SpecTrainer(ResumableTrainer):
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         assert self.args.data_seed is not None
-        # By the rows of a step, so that it has the same ones however many processes share it.
+        # Grouped by the rows of a global step, so that it has the same ones however many processes share it.
         rows = sampler.batch_size * self.args.world_size
         return SeededLengthGroups(rows, sampler.lengths, self.args.data_seed)
 
@@ -129,7 +129,7 @@ class SpecTrainer(ResumableTrainer):
             self.train_dataset = rows
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        """Of all rows: transformers (5.23) leaves out the last batch where dataloader_drop_last is true."""
+        """A loader over all rows: transformers (5.23) would drop the last batch if dataloader_drop_last is true."""
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
             return super().get_eval_dataloader(*args, **kwargs)
@@ -137,8 +137,8 @@ class SpecTrainer(ResumableTrainer):
             self.args.dataloader_drop_last = drop_last
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader:
-        """Where the first process reads for all, it reads the rows of all in one batch: accelerate (1.15) cannot put
-        batches of rows of unequal lengths together."""
+        """If the first process reads for all, it reads everyone's rows as one batch: accelerate (1.15) cannot
+        concatenate batches of unequal width."""
         config, collator, processes = self.accelerator.dataloader_config, self.data_collator, self.args.world_size
         streamed = isinstance(dataset, IterableDataset)
         if processes == 1 or not (streamed if config.dispatch_batches is None else config.dispatch_batches):
@@ -155,7 +155,7 @@ class SpecTrainer(ResumableTrainer):
         return super().get_batch_samples(batches, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        # Trainer counts labels only; a batch may name its tokens by loss_mask instead.
+        # Trainer counts only labels; a batch may mark its tokens with loss_mask instead.
         if batch_samples and "labels" not in batch_samples[0] and "loss_mask" in batch_samples[0]:
             batch_samples = [{"labels": torch.where(batch["loss_mask"].bool(), 0, -100)} for batch in batch_samples]
         return super()._get_num_items_in_batch(batch_samples, device)
@@ -172,7 +172,7 @@ class SpecTrainer(ResumableTrainer):
             logs["tokens_seen"] = before.get("tokens_seen", 0) + tokens
             logs["cpu_seconds"] = before.get("cpu_seconds", 0.0) + spent
             self._cpu_logged = cpu_seconds
-        if "train_loss" in logs:  # at the end: of the steps since the last log it has this process's part alone
+        if "train_loss" in logs:  # at the end: for steps since the last log it covers only this process
             shares = gather_object([logs["train_loss"]])
             logs["train_loss"] = sum(shares) / len(shares)
         super().log(logs, *args, **kwargs)
@@ -202,7 +202,7 @@ class SpecTrainer(ResumableTrainer):
             ) from None
 
     def _scored_tree(self) -> StaticTree | None:
-        """The tree the head will draft, where its shape is fixed."""
+        """The tree the head will draft, if its shape is fixed."""
         plan = self.accelerator.unwrap_model(self.model).head.default_plan(self.args.device, do_sample=False)
         return plan if isinstance(plan, StaticTree) else None
 
@@ -242,22 +242,22 @@ class SpecTrainer(ResumableTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        # Between making the engine and reading a checkpoint with it, transformers asks for nothing else.
+        # The only hook that transformers calls between creating the engine and loading a checkpoint with it.
         if self.is_deepspeed_enabled:
             zero.patch_engine(self.accelerator.deepspeed_engine_wrapped.engine)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if norm is not None and self.accelerator.scaler is None:  # a scaler leaves out such steps and lowers its scale
+        if norm is not None and self.accelerator.scaler is None:  # a scaler skips such steps and lowers its scale
             refuse_not_finite(norm, "gradient", self.state.global_step + 1, self.args.output_dir)
         return norm
 
     # Training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers. Raises ResumeError, a ValueError, for a checkpoint that this run could not resume as its
-        writer would have."""
+        """As in transformers. ResumeError, a ValueError, for a checkpoint that this run could not resume as its writer
+        would have."""
         if resume_from_checkpoint:
             found = (
                 get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
@@ -269,15 +269,15 @@ class SpecTrainer(ResumableTrainer):
         if kind_of(self.accelerator) == "ddp" and not isinstance(self.model_wrapped, DistributedDataParallel):
             self._undo_evaluation()
         self._cpu_logged, self.restored_step = time.process_time(), None
-        self._training_meter, self._pace.tokens = TrainingMeter(), 0  # without what an earlier run had not logged
+        self._training_meter, self._pace.tokens = TrainingMeter(), 0  # drop what an earlier run had not logged
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _undo_evaluation(self) -> None:
-        """A model that an earlier evaluation has prepared counts as ready to train, without DDP (accelerate 1.15): each
-        process would train on its own."""
-        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # of its autocast, which training adds too
+        """Undo an earlier evaluation's preparation of the model, which would count as ready to train without DDP
+        (accelerate 1.15), so that each process would train on its own."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # training adds the autocast wrapper again
         self.accelerator._models.clear()
         self.model._is_accelerate_prepared = False  # type: ignore[union-attr]
         self.model_wrapped = self.model  # type: ignore[assignment]

@@ -17,7 +17,7 @@ import typer
 from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
 from specheads_cli.app import DEBUG, OFF, Stopped, app, flags
 
-_CLIENTS = ("httpx", "httpx2")  # what the hub's client may be built on; its errors of a connection are no OSErrors
+_CLIENTS = ("httpx", "httpx2")  # HTTP clients of the hub; their connection errors are not OSErrors
 
 __all__ = [
     "app",
@@ -64,8 +64,8 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C: a KeyboardInterrupt, but while something is imported, as torch is for some seconds, the end. numpy and
-    transformers would take the exception for their own, and go on or fail later in words about something else."""
+    """Ctrl-C: raise KeyboardInterrupt, or exit at once during an import (torch's takes seconds): numpy and transformers
+    would catch the exception there, and go on or fail later with an unrelated message."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os.write(2, b"specheads: stopped\n")

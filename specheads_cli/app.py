@@ -34,7 +34,7 @@ class _Group(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:  # which Typer would end with 130 and no word
+        except KeyboardInterrupt as error:  # Typer would exit with 130 and no message
             raise Stopped(str(error)) from None
 
 
@@ -64,12 +64,12 @@ Drafts = Annotated[
     typer.Option(
         metavar="NAME",
         help=f"What drafts: auto[:FILE], head, {', '.join(DRAFTERS)}, a checkpoint, or a cascade:DRAFTER+DRAFTER…, in "
-        "which model:PATH is a draft model. auto takes at each step what pays, by the costs of `specheads tune`. "
+        "which model:PATH is a draft model. auto picks what pays at each step, by the costs of `specheads tune`. "
         "(default: the assistant, else the head, else lookup; for `generate` with a head, auto).",
     ),
 ]
 KMatrix = Annotated[
-    str | None, typer.Option(metavar="ROWS", help="How many tokens each drafter of a cascade writes: [[5,8],[0,8]].")
+    str | None, typer.Option(metavar="ROWS", help="How many tokens each drafter of a cascade drafts: [[5,8],[0,8]].")
 ]
 Leniency = Annotated[float, typer.Option(min=1.0, help="Leniency between the drafters of a cascade.")]
 Tree = Annotated[
@@ -93,7 +93,7 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
 Recipe = Annotated[
     str,
@@ -113,8 +113,8 @@ def emit(record: dict[str, Any]) -> None:
 
 
 def refuse_file(folder: Path, flag: str, path: Path | None = None) -> None:
-    """ValueError if a file is where the folder would be made, or nothing can be written there: said before anything is
-    measured. path: what was given as `flag`, where it is not the folder itself; a file that is there may be read."""
+    """ValueError if a file is in the folder's place or the folder is not writable, before anything is measured.
+    path: what was given as `flag`, if not the folder itself; an existing file may be read."""
     found = next(one for one in (folder, *folder.parents) if one.exists())
     if not found.is_dir():
         raise ValueError(f"{flag} {path or folder}: {found} is a file, not a folder; give another path")
@@ -123,7 +123,7 @@ def refuse_file(folder: Path, flag: str, path: Path | None = None) -> None:
 
 
 def refuse_folder(path: Path, flag: str) -> None:
-    """ValueError if no file can be written there: said before anything is measured."""
+    """ValueError if no file can be written there, before anything is measured."""
     refuse_file(path.parent, flag, path)
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: give a file")

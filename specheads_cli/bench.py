@@ -31,9 +31,11 @@ def bench(
             "'head tree=chain:5 compile', 'head auto'. Repeatable.",
         ),
     ] = None,
-    tree: Annotated[list[str] | None, typer.Option(help="Draft tree of each that names none; repeatable.")] = None,
-    accept: Annotated[list[str] | None, typer.Option(help="Rule of each that names none; repeatable.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Run each of our decoders compiled too.")] = False,
+    tree: Annotated[list[str] | None, typer.Option(help="Draft tree of decoders that name none; repeatable.")] = None,
+    accept: Annotated[
+        list[str] | None, typer.Option(help="Acceptance rule of decoders that name none; repeatable.")
+    ] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Also run each of our decoders compiled.")] = False,
     reference: Annotated[str, typer.Option(help="The decoder that the others are compared with.")] = "transformers",
     peer: Annotated[
         list[str] | None,
@@ -51,35 +53,35 @@ def bench(
     ] = None,
     categories: Annotated[str | None, typer.Option(help="Only these categories of the files: writing,coding.")] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of each set (default: 64, or all of a file).")
+        int | None, typer.Option(min=1, help="Prompts per set (default: 64, or all of a file).")
     ] = None,
     prompt_tokens: Annotated[
-        str, typer.Option(help="Tokens of a prompt of the default sets; 16-128: of each drawn by the seed.")
+        str, typer.Option(help="Tokens per prompt of the default sets; 16-128: drawn for each.")
     ] = "64",
     max_new_tokens: Annotated[
-        str, typer.Option(help="Most tokens to generate; 32-256: for each prompt drawn by the seed.")
+        str, typer.Option(help="Maximum tokens to generate; 32-256: drawn for each prompt.")
     ] = "96",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     queue: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompts of a round: with refill a finished row takes the next (default: a batch)."),
+        typer.Option(
+            min=1, help="Prompts per round; with refill a finished row takes the next one (default: a batch)."
+        ),
     ] = None,
     temperature: Annotated[str, typer.Option(help="Sampling temperatures; 0 is greedy.")] = "0,0.8",
     turns: Annotated[
         str,
         typer.Option(
-            help="What decoders take turns at: texts, or steps, for steadier ratios on a busy machine; each then finds "
-            "less in the processor's caches."
+            help="Decoders alternate after each of these: texts, or steps (steadier ratios on a busy machine, but each "
+            "finds less in the processor's caches)."
         ),
     ] = "texts",
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; each prompt batch counts with its median.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling, and of what is drawn.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run resumes from it.")] = Path(
-        "runs/bench"
-    ),
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling, and for whatever else is drawn.")] = 0,
+    out: Annotated[Path, typer.Option(help="Results folder; an interrupted run resumes from it.")] = Path("runs/bench"),
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a picture; needs specheads[plots].")] = True,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder of base/ and of heads that go by their names (default: shipped).")
+        Path | None, typer.Option(help="Folder of base/ and heads, named by their subfolders (default: shipped).")
     ] = None,
     dtype: DType = "auto",
     device: Device = "auto",

@@ -23,12 +23,10 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message that the conversation begins with.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to generate.", show_default="128")
+        int | None, typer.Option(min=1, help="Maximum tokens to generate.", show_default="128")
     ] = None,
     temperature: Temperature = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the sampling (default: a new one for each prompt).")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: a new one for each prompt).")] = None,
     accept: Annotated[str, typer.Option(metavar="RULE[:ARGS]", help="Acceptance rule, as in generate.")] = "exact",
     tree: Tree = None,
     dtype: DType = "auto",

@@ -1,4 +1,4 @@
-"""What the shell completes for an argument or option, without torch. Paths are the shell's own: it completes a file
+"""Shell completion of arguments and options, without torch. Paths are left to the shell, which completes a file
 wherever nothing here begins with what was typed."""
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def generate(
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed.")] = None,
     tree: Tree = None,
     accept: Accept = None,
     draft: Annotated[bool, typer.Option("--draft/--no-draft", help="--no-draft: decode one token per step.")] = True,
@@ -48,7 +48,7 @@ def generate(
     color_depth: Annotated[bool, typer.Option("--color-depth", help="Colour tokens by their draft depth.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the chat template.")] = False,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the decoding step: some time at first, then faster.")
+        bool, typer.Option("--compile", help="Compile the decoding step: slow at first, then faster.")
     ] = False,
     dtype: DType = "auto",
     device: Device = "auto",

@@ -20,7 +20,7 @@ def features(
         "features"
     ),
     taps: Annotated[
-        str | None, typer.Option(help="Layers to save: 2,16,29 (default: those that the recipe's head reads).")
+        str | None, typer.Option(help="Layers to save: 2,16,29 (default: those the recipe's head reads).")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32, float8_e4m3fn; auto: the dtype of the base.")

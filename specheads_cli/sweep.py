@@ -34,7 +34,7 @@ def sweep(
     ] = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(help="Rule, as in generate; commas make several: fuzzy:js,tv:0.1,0.2. Repeatable."),
+        typer.Option(help="Acceptance rule, as in generate; commas make several: fuzzy:js,tv:0.1,0.2. Repeatable."),
     ] = None,
     thresholds: Annotated[
         str | None, typer.Option(help="Thresholds for each lossy rule, instead of its own: 0.02,0.1.")
@@ -42,7 +42,7 @@ def sweep(
     gamma: Annotated[str | None, typer.Option(help="Lengths of drafted chains: 3,5,7.")] = None,
     tree: Annotated[list[str] | None, typer.Option(help="Draft tree, as in generate; repeatable.")] = None,
     top_k: Annotated[
-        str | None, typer.Option(help="Sample from this many of the likeliest tokens: 1,50; 1 is greedy.")
+        str | None, typer.Option(help="Sample from this many of the most likely tokens: 1,50; 1 is greedy.")
     ] = None,
     temperature: Annotated[str | None, typer.Option(help="Sampling temperatures: 0,1; 0 is greedy.")] = None,
     task: Annotated[
@@ -53,16 +53,18 @@ def sweep(
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files with the task's rows (default: the hub).")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Number of questions.")] = None,
-    speed_prompts: Annotated[int | None, typer.Option(min=1, help="Number of them that speed is measured on.")] = None,
+    speed_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of questions that speed is measured on.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Questions judged together.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer (default: the task's).")
+        int | None, typer.Option(min=1, help="Maximum tokens per answer (default: the task's).")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Repeats of the speed; each prompt counts with its median.")
+        int | None, typer.Option(min=1, help="Repeats of the speed measurement; each prompt counts with its median.")
     ] = None,
     clock: Annotated[str | None, typer.Option(help="wall, or cpu if others use the machine too.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Format prompts with the chat template.")] = False,
     run_code: Annotated[bool, typer.Option("--run-code", help="Let humaneval run what the model wrote.")] = False,
     k_matrix: Annotated[
@@ -78,7 +80,7 @@ def sweep(
         typer.Option(help="Review drafts against the target's text in this file, which is recorded first if missing."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of processes; on CUDA each has its own device.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted sweep resumes from it.")] = Path(
+    out: Annotated[Path, typer.Option(help="Results folder; an interrupted sweep resumes from it.")] = Path(
         "runs/sweep"
     ),
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures; needs specheads[sweep].")] = True,

@@ -16,7 +16,7 @@ def demo(
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of live training.")] = 2.0,
     num_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, from held-out files.")] = 6,
     max_new_tokens: NewTokens = 96,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Training seed.")] = 0,
     checkpoints: Annotated[Path | None, typer.Option(help="Folder of base/ and the heads (default: shipped).")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the trained head.")] = Path("runs/demo"),
     as_json: Json = False,

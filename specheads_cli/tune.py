@@ -16,12 +16,12 @@ def tune(
         list[str], typer.Argument(metavar="MODEL...", help="Head checkpoints or plain models, each tuned in turn.")
     ],
     batch: Annotated[
-        int, typer.Option(min=1, help="Rows of a batch; the file keeps other sizes measured by the same versions.")
+        int, typer.Option(min=1, help="Rows per batch; the file keeps other sizes measured by the same versions.")
     ] = 1,
     nodes: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Nodes per row to time (repeatable, 1 among them; default: 1 … 64, compiled 1, 6, 16 and 32)."
+            min=1, help="Nodes per row to time (repeatable; must include 1; default: 1 … 64, compiled 1, 6, 16 and 32)."
         ),
     ] = None,
     lengths: Annotated[
@@ -30,7 +30,7 @@ def tune(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all measurements take turns.")] = 3,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Steps timed in each round; of each round the median counts, and of all the fastest."),
+        typer.Option(min=1, help="Steps timed per round; the result is the fastest round's median."),
     ] = 5,
     compile: Annotated[
         bool, typer.Option("--compile", help="Time compiled steps, for compile=True; compiling them takes minutes.")

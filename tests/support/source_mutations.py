@@ -228,10 +228,10 @@ MUTATIONS = (
     M("padding goes into a state", "decoding.target.recurrent:RecurrentLayer.advance",
       "columns[rows, :length]", "columns[rows]", "decoding/test_cache.py", "commit_equals"),
     # --- Stopping ---
-    M("one token past the limit", "decoding.generation.hf_options:Stopping.__call__",
+    M("one token past the limit", "decoding.generation.stopping:Stopping.__call__",
       ">= self.limit", "> self.limit", "decoding/test_generate_stopping.py", "every_limit"),
-    M("end of text seen at the end of a gain alone", "decoding.generation.hf_options:Stopping.__call__",
-      "generated[end - 1]", "generated[-1]", "decoding/test_generate_stopping.py", "every_limit"),
+    M("end of text seen at the end of a gain alone", "decoding.generation.stopping:Stopping.__call__",
+      "new[end - 1]", "new[-1]", "decoding/test_generate_stopping.py", "every_limit"),
     M("processors asked after the last token", "decoding.schedule:end_mask",
       ">= room", "> room", "decoding/test_processors.py", "nothing_follows"),
     M("draft one level past the limit", "decoding.schedule:schedule_step",

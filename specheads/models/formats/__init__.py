@@ -1,8 +1,8 @@
 """Draft heads in the formats of other programs. A new format is one file and one entry in `FORMATS`.
 
-Whatever knows a foreign name, key or layer number is in this package. The order of `FORMATS` is the order in which
-files are recognised, the more specific format first. Where two formats of one engine hold the same kind of head, the
-first that can hold a head is written.
+All code that knows a foreign name, key or layer number is in this package. Files are matched against `FORMATS` in
+order, so more specific formats come first. If two formats of one engine hold the same kind of head, export writes the
+first that can hold the given one.
 """
 
 from specheads.models.formats.blocks import deepspec, dflash, dspark, speculators_dflash

@@ -1,6 +1,6 @@
-"""Values of a foreign config, each checked where it is read: a stranger may have written any.
+"""Values of a foreign config, each checked when it is read, since the config is untrusted.
 
-What is not as expected is a CheckpointError with the name and the value.
+An unexpected value is a CheckpointError with its name and the value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from specheads.options import shown
 
 
 def whole(config: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number of a config. CheckpointError if it is none, or below `least`, or missing without a default."""
+    """An integer from a config. CheckpointError if it is not one, is below `least`, or is missing without a default."""
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
@@ -22,7 +22,7 @@ def whole(config: dict[str, Any], name: str, default: int | None = None, least: 
 
 
 def real(config: dict[str, Any], name: str, default: float) -> float:
-    """A finite number above 0 of a config. CheckpointError if it is none."""
+    """A finite positive number from a config. CheckpointError if it is anything else."""
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
@@ -31,7 +31,7 @@ def real(config: dict[str, Any], name: str, default: float) -> float:
 
 
 def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
-    """true or false of a config. CheckpointError if it is something else."""
+    """A boolean from a config. CheckpointError if it is anything else."""
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -40,7 +40,7 @@ def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
 
 
 def table(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A table inside a config, empty if there is none. CheckpointError if it is something else."""
+    """A table inside a config, empty if missing. CheckpointError if it is anything else."""
     value = config.get(name)
     if value is None:
         return {}
@@ -50,7 +50,7 @@ def table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def wholes(config: dict[str, Any], name: str) -> tuple[int, ...] | None:
-    """A list of whole numbers of a config; None if there is none. CheckpointError if it is something else."""
+    """A list of integers from a config; None if missing. CheckpointError if it is anything else."""
     value = config.get(name)
     if value is None:
         return None

@@ -1,6 +1,6 @@
-"""A foreign checkpoint as files, whose names, shapes and dtypes can be checked before any tensor is in memory.
+"""The files of a foreign checkpoint. Names, shapes and dtypes can be checked before any tensor is in memory.
 
-Every file may come from a stranger. A damaged or hostile one is a CheckpointError that says what is wrong.
+No file is trusted: a damaged or hostile one raises CheckpointError, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from specheads.options import reason, shortened, shown
 
 SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", shards.PICKLE_INDEX)
-# The calls in a pickle of plain tensors by name. torch.load(weights_only=True) allows more, such as bytearray(10**11).
+# The only calls that a pickled dict of plain tensors needs. torch.load(weights_only=True) allows more, such as
+# bytearray(10**11).
 _CALLED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (?!Untyped|Typed)\w+Storage"
 )
@@ -43,10 +44,9 @@ _OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "E
 
 
 class Files:
-    """One foreign checkpoint, a directory or a hub id. hub: revision, subfolder, token … of a hub id.
+    """A foreign checkpoint: a directory or a hub id. hub: options of a hub id, such as revision, subfolder and token.
 
-    allow_pickle: read pickles too, with torch.load(weights_only=True), which builds tensors and runs none of their
-    code.
+    allow_pickle: also read pickles, with torch.load(weights_only=True), which builds tensors and runs no code in them.
     """
 
     def __init__(self, source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> None:
@@ -58,13 +58,13 @@ class Files:
 
     @property
     def folder(self) -> Path | None:
-        """The directory of the checkpoint; None for one of the hub."""
+        """The directory of the checkpoint; None if it is on the hub."""
         folder = Path(self.source) / self.hub.get("subfolder", "")
         return folder if folder.is_dir() else None
 
     def find(self, name: str) -> Path | None:
-        """The path of one file of the checkpoint; None if there is none. CheckpointError if the hub does not provide
-        it, or it cannot be stored."""
+        """The path of one file of the checkpoint; None if it does not exist. CheckpointError if it cannot be downloaded
+        or stored."""
         if self.folder is not None:
             return self.folder / name if (self.folder / name).is_file() else None
         if not may_be_repository(str(self.source)):
@@ -84,13 +84,13 @@ class Files:
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
-        """config.json; None if there is none, or it holds no table. CheckpointError if it is huge."""
+        """config.json; None if it is missing or not a JSON object. CheckpointError if it is huge."""
         path = self.find(CONFIG)
         return None if path is None else read_table(path)
 
     @cached_property
     def weights(self) -> Path | None:
-        """The file with the tensors, or the index of several: safetensors if there is one, else a pickle."""
+        """The file with the tensors, or the index of several such files: safetensors if available, else a pickle."""
         return next((path for name in (*SAFE, *PICKLES) if (path := self.find(name)) is not None), None)
 
     @property
@@ -116,16 +116,16 @@ class Files:
 
     @cached_property
     def names(self) -> Collection[str]:
-        """The names of the tensors, of whatever dtypes; if there is an index, no other file is fetched for them.
+        """The names of all tensors, of any dtype. If there is an index, no other file is downloaded.
 
-        Of a pickle, which is not run: every text in it, the names among them."""
+        For a pickle, which is not run: every string in it, which includes the names."""
         if self._index is not None:
             return self._index
         assert self.weights is not None
         return _texts_in(self.weights) if self.pickled else read_names(self.weights)
 
     def tensor(self, name: str) -> Tensor:
-        """A copy of one tensor, independent of the file. Compare `shapes` with what is expected first."""
+        """A copy of one tensor, independent of the file. First check `shapes` against what is expected."""
         if self.pickled:
             return self._unpickled[name].clone(memory_format=torch.contiguous_format)
         path = self.weights if self._index is None else self._shards[self._index[name]]
@@ -134,14 +134,14 @@ class Files:
 
     @cached_property
     def _index(self) -> dict[str, str] | None:
-        """Tensor name → name of its file, if there are several; None if there is one."""
+        """Tensor name → name of its file, if the tensors are in several files; None if they are in one."""
         if self.weights is None or self.weights.name not in (shards.INDEX, shards.PICKLE_INDEX):
             return None
         return shards.read_index(self.weights)[0]
 
     @cached_property
     def _shards(self) -> dict[str, Path]:
-        """Every file that the index names. CheckpointError if one is missing."""
+        """File name → path, for every file in the index. CheckpointError if one is missing."""
         assert self.weights is not None
         shards.refuse_paths(self.weights, self._index or {}, self._index or ())
         shards.refuse_many(self.weights, self._index or {})
@@ -166,8 +166,8 @@ class Files:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a torch.save() archive by name, memory-mapped. CheckpointError if it holds anything else, or would
-    take more memory than it has bytes."""
+    """The tensors of a torch.save() archive by name, memory-mapped. CheckpointError if it holds anything else, or if a
+    tensor claims more values than the archive stores."""
     _refuse_calls(path, _program(path))
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -206,7 +206,7 @@ def _program(path: Path) -> bytes:
 
 
 def _codes(path: Path, program: bytes) -> list[tuple[str, Any]]:
-    """The steps of a pickle, each by its name and argument. Nothing of it is run."""
+    """The opcodes of a pickle as (name, argument). Nothing is run."""
     try:
         return [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
     except (ValueError, UnicodeError) as error:
@@ -218,7 +218,7 @@ def _texts_in(path: Path) -> set[str]:
 
 
 def _refuse_calls(path: Path, program: bytes) -> None:
-    """CheckpointError if a pickle calls anything but what builds tensors by name."""
+    """CheckpointError if a pickle calls anything that a dict of plain tensors does not need."""
     for name, argument in _codes(path, program):
         if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
             called = str(argument).replace(" ", ".") if name == "GLOBAL" else name

@@ -1,8 +1,8 @@
 """The interface of a foreign format: a table of tensor names and a config translation, in both directions.
 
-A file is read in three steps, none of which trusts it. `recognises` looks at its config and the names of its tensors.
-`options` reads the head that its config describes. Then every shape and dtype is compared with that head on the meta
-device, before a tensor is read. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
+A checkpoint is read in three steps, none of which trusts it. `recognises` looks at its config and tensor names.
+`options` translates its config into the options of a head. Then every shape and dtype is compared with that head on
+the meta device, before any tensor is read. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened
 
-_MOST = 64  # layers, or heads of one depth each
+_MOST = 64  # layers, or heads that predict one depth each
 
 
 @dataclass(frozen=True)
 class ExportFiles:
-    """The files of an export: config.json, the tensors and the name of their file, and other files as text."""
+    """The files of an export: config.json, the tensors and the name of their file, text files and links."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -42,12 +42,12 @@ class ExportFiles:
 class Format(ABC):
     """One program's format for one kind of head.
 
-    engine: its name for `--to`. kind: of the head. title: its name in messages. versions: the versions it was written
-    for. serving: Markdown with the commands, a template (serving.py). embeds: whether the base's embeddings are part of
-    an export; None if the format cannot hold them. Embeddings in a file that is read are compared with the base's.
-    wide: ends of the names of tensors that keep a dtype of their own. within_base: the head is a part of its base's own
-    checkpoint. config_keys: keys of a config that no whole model has: a pickle is taken for a head by them, since its
-    tensors are not looked at.
+    engine: the program's name for `--to`. kind: the kind of head. title: the format's name in messages. versions: the
+    program versions it was written for. serving: Markdown template with the commands (serving.py). embeds: whether an
+    export includes the base's embeddings; None if the format cannot hold them. Embeddings in a file that is read are
+    compared with the base's. wide: suffixes of tensor names that keep their own dtype. within_base: the head is part of
+    its base's own checkpoint. config_keys: config keys that no complete model has. They identify a pickle as a head,
+    since its tensors are not inspected.
     """
 
     kind: ClassVar[str]
@@ -61,11 +61,11 @@ class Format(ABC):
     config_keys: ClassVar[tuple[str, ...]] = ()
 
     def recognises(self, files: Files) -> bool:
-        """Are these files in this format? A format that several engines share is recognised by one of them."""
+        """Are these files in this format? If several engines share a format, only one of them recognises it."""
         return False
 
     def base_of(self, files: Files) -> str | None:
-        """The base that the files name, if any."""
+        """The name of the base given in the files, if any."""
         config = files.config or {}
         named = config.get("base_model_name_or_path")
         if "speculators_config" in config:
@@ -73,23 +73,23 @@ class Format(ABC):
         return named if isinstance(named, str) and named else None
 
     def part_of(self, files: Files) -> Files:
-        """The files with the head's tensors alone, for a format that is a part of a larger checkpoint."""
+        """The files restricted to the head's tensors, for a head inside a larger checkpoint."""
         return files
 
     @abstractmethod
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        """The options of the head that the files describe. CheckpointError for what no head here can hold."""
+        """The options of the head that the files describe. CheckpointError if no head here can represent it."""
 
     @abstractmethod
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        """Our name → theirs, for every tensor that is the same in both; `translate` makes the others.
+        """Our name → theirs, for every tensor that is the same in both; `translate` computes the others.
 
-        found: the names in a file that is read, for formats with several naming schemes."""
+        found: the names in the file being read, for formats with several naming schemes."""
 
     def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        """Our tensors that are computed from theirs, and the names of theirs that this has used.
+        """Our tensors that are computed from theirs, and the names of their tensors that were used.
 
-        It runs before the other shapes are compared. It may return one tensor under several names, or the base's own:
+        Runs before the other shapes are compared. May return one tensor under several names, or a tensor of the base:
         the caller copies them."""
         return {}, set()
 
@@ -99,10 +99,10 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        """The export of a head without refusals(), and without embeddings."""
+        """The export, without embeddings, of a head for which refusals() is empty."""
 
     def serve(self, base: str, folder: str, depth: int) -> str:
-        """Markdown with the exact commands that serve it, drafting `depth` tokens a step."""
+        """Markdown with the exact commands that serve the head, drafting `depth` tokens a step."""
         return fill_template(self.serving, base, folder, depth)
 
 
@@ -127,25 +127,25 @@ def read(
     tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
-    # One dtype for all, which layers need: the widest, which holds every value exactly.
+    # Layers need one dtype throughout: the widest, which holds every value exactly.
     apart = {name for name in own if not own[name].is_floating_point() or name.endswith(form.wide)}
     dtype = widest_dtype(tensor for name, tensor in tensors.items() if name not in apart)
     return head, {name: tensors[name] if name in apart else tensors[name].to(dtype) for name in own}
 
 
 def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:
-    """The tensors of a head of this config, on the meta device: a config's claims allocate nothing."""
+    """The tensors of a head with this config, on the meta device, so that an untrusted config allocates nothing."""
     with torch.device("meta"):
         return HEADS[head.kind](head).state_dict()
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> str:
-    """The name of the weights' dtype; of several, the one that holds all exactly."""
+    """The name of the weights' dtype; if there are several, of the one that holds them all exactly."""
     return str(widest_dtype(tensors.values())).removeprefix("torch.")
 
 
 def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], consumed: set[str]) -> None:
-    """CheckpointError if the file's tensors are not those of the head, with the file's names."""
+    """CheckpointError, with the file's names, if its tensors are not those of the head."""
     found, wanted = files.shapes, {theirs: own[ours] for ours, theirs in names.items()}
     wrong = phrase_names("missing", set(wanted) - set(found))
     wrong += phrase_names("unknown", set(found) - set(wanted) - consumed)
@@ -165,7 +165,7 @@ def phrase_names(what: str, names: Iterable[str]) -> list[str]:
 
 
 def count(files: Files, prefix: str, part: str = "") -> int:
-    """The number of layers or heads by the tensors' names: of distinct i in names `{prefix}{i}.…` that contain `part`.
+    """The number of layers or heads: of distinct i in tensor names `{prefix}{i}.…` that contain `part`.
 
     CheckpointError if there are more than any head has."""
     names = {name.removeprefix(prefix) for name in files.shapes if name.startswith(prefix) and part in name}
@@ -179,7 +179,7 @@ def count(files: Files, prefix: str, part: str = "") -> int:
 
 
 def check_sizes(files: Files, sizes: dict[str, int], base: PreTrainedModel) -> None:
-    """CheckpointError if the head was made for a base of other sizes."""
+    """CheckpointError if the head was made for a base with other sizes."""
     own = text_config(base)
     wrong = [
         f"{name} is {getattr(own, name)}, not {value}" for name, value in sizes.items() if getattr(own, name) != value
@@ -201,8 +201,8 @@ def embeddings_of(base: PreTrainedModel) -> Tensor:
 
 
 def embedding_scale(base: PreTrainedModel) -> float:
-    """What the base's embedding module multiplies its rows by: heads here read its output, those of other programs the
-    rows. CheckpointError if it does more than that."""
+    """The factor by which the base's embedding module multiplies its rows. Heads here read the module's output, other
+    programs' heads the rows themselves. CheckpointError if the module does more than scale."""
     module = base.get_input_embeddings()
     if type(module) is nn.Embedding:
         return 1.0
@@ -220,7 +220,7 @@ def embedding_scale(base: PreTrainedModel) -> float:
 
 
 def scaled_embeddings(base: PreTrainedModel) -> list[str]:
-    """The reason against a format whose readers give a head the rows of the embeddings unscaled; [] if none."""
+    """The reason to refuse a format whose readers give a head unscaled embedding rows; [] if there is none."""
     try:
         scale = embedding_scale(base)
     except CheckpointError as error:
@@ -229,7 +229,7 @@ def scaled_embeddings(base: PreTrainedModel) -> list[str]:
 
 
 def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), for a file or format that drafts with it. CheckpointError if it cannot be
+    """The base's output matrix (V, H). user: the file or format that drafts with it. CheckpointError if it cannot be
     used."""
     layer = base.get_output_embeddings()
     weight = layer.weight
@@ -242,9 +242,9 @@ def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
 
 
 def check_embeddings(files: Files, name: str, base: PreTrainedModel, own: Tensor | None = None) -> None:
-    """CheckpointError unless a matrix of the file equals the base's embeddings, or `own`: heads here draft with those.
+    """CheckpointError unless a matrix of the file equals the base's embeddings, or `own`, which heads here draft with.
 
-    They are compared in the coarser of the two dtypes, within the error of rounding to bfloat16 once.
+    They are compared in the coarser of the two dtypes, within the error of one rounding to bfloat16.
     """
     own, found = embeddings_of(base) if own is None else own, files.shapes[name]
     if found.shape != own.shape or not found.is_floating_point():

@@ -1,4 +1,4 @@
-"""Reads a foreign checkpoint as a head: the format is recognised by its files and logged in one line."""
+"""Reads a foreign checkpoint as a head. Its format is recognised from the files and logged in one line."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class ForeignCheckpoint:
 
     @property
     def base_name(self) -> str | None:
-        """The base that it names, if any."""
+        """The name of the base given in the checkpoint, if any."""
         return self.form.base_of(self.files)
 
     @cached_property
     def part(self) -> Files:
-        """The files with the head's tensors alone."""
+        """The files restricted to the head's tensors."""
         return self.form.part_of(self.files)
 
     @property
     def within_base(self) -> bool:
-        """Is the head a part of its base's own checkpoint?"""
+        """Is the head part of its base's own checkpoint?"""
         return self.form.within_base
 
     @property
     def base_location(self) -> dict[str, Any]:
-        """The revision and subfolder of a base of the hub whose own checkpoint this is: the commit of these files."""
+        """If this is the base's own checkpoint on the hub: its revision (the commit of these files) and subfolder."""
         if not self.within_base or self.base_name != str(self.files.source) or self.files.folder is not None:
             return {}
         commit = extract_commit_hash(str(self.files.find(CONFIG)), None)
@@ -56,8 +56,8 @@ class ForeignCheckpoint:
         return {name: value for name, value in known.items() if value is not None}
 
     def refusal(self) -> str | None:
-        """Why no head here can hold the modules of a base's own checkpoint, by its files alone; None if they do not
-        say."""
+        """Why no head here can hold the modules in a base's own checkpoint, judged by its files alone; None if there is
+        no reason."""
         if self.within_base:
             try:
                 self.part.shapes  # noqa: B018 (reads them)
@@ -66,12 +66,12 @@ class ForeignCheckpoint:
         return None
 
     def head_config(self, base: PreTrainedModel) -> HeadConfig:
-        """The config of the head alone, for that base, of which no weight is read: it may be on the meta device."""
+        """The config of the head for this base. No weight of the base is read, so it may be on the meta device."""
         options = self.form.options(self.part, base)
         return HEADS[self.form.kind].Config.from_options(options).with_base_defaults(text_config(base))
 
     def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
-        """The config and the head, for that base. CheckpointError says what is wrong, or what no head here can hold."""
+        """The config and the head for this base. CheckpointError if the files are wrong or no head here fits them."""
         refuse_unsupported(base)
         config, tensors = read(self.form, self.part, base, allow_nonfinite)
         logger.warning(
@@ -88,16 +88,16 @@ class ForeignCheckpoint:
 def find_foreign(
     source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False
 ) -> ForeignCheckpoint | None:
-    """The foreign checkpoint at `source`; None if it is none: one of ours, a base model, or nothing at all.
+    """The foreign checkpoint at `source`; None if it is one of ours, a base model, or nothing at all.
 
-    CheckpointError for damaged files. A pickle is recognised, and refused where its tensors are read unless allowed.
+    CheckpointError for damaged files. A pickle is recognised; without allow_pickle, reading its tensors is refused.
     """
     files = Files(source, hub, allow_pickle)
     config = files.config or {}
     if config.get("model_type") == SpecConfig.model_type or files.weights is None:
         return None
     if not config and not files.weights.name.startswith(_NAMED):
-        return None  # reading it as one of ours reports a config that is missing or garbled
+        return None  # reading it as one of ours then reports the missing or garbled config
     if files.pickled and not allow_pickle and not _may_be_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
@@ -105,7 +105,7 @@ def find_foreign(
 
 
 def _may_be_a_head(files: Files, config: dict[str, Any]) -> bool:
-    """By its config and file names alone: may it be a head?"""
+    """Could this be a head, judged by its config and file names alone?"""
     assert files.weights is not None
     keys = {key for form in FORMATS for key in form.config_keys}
     return bool(

@@ -1,7 +1,7 @@
 """Serving commands that several formats share, and how paths are filled into them.
 
-A command works from any folder: paths are absolute. They are quoted for a shell ($base_arg, $folder_arg), or escaped
-for a string of JSON or Python, in single quotes too ($base, $folder).
+Paths are absolute, so a command works from any folder. They are quoted for a shell ($base_arg, $folder_arg), or escaped
+for a JSON or Python string, also inside single quotes ($base, $folder).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ index of its weights, which stay where they are. A base of the hub is used direc
 
 
 def base_name(base: PreTrainedModel) -> str | None:
-    """The name of a base in a config that another program reads; None if it has none."""
+    """The base's name as other programs read it in a config; None if it has none."""
     name = getattr(base, "name_or_path", None)
     return absolute(name) if name else None
 
@@ -43,7 +43,7 @@ def fill_template(text: str, base: str, folder: str, depth: int) -> str:
 
 
 def vllm(method: str, note: str = "") -> str:
-    """vLLM's command for a GPU, and Python that does the same on a CPU. note: a line between the two."""
+    """vLLM's command for a GPU, and Python code that does the same on a CPU. note: a line between the two."""
     speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
     return f"""\
 On a GPU:
@@ -76,7 +76,7 @@ vllm serve $base_arg --speculative-config '{speculative}'
 
 
 def llamacpp(kind: str) -> str:
-    """Commands of llama.cpp's converter and server; kind: of the draft, as llama.cpp names it."""
+    """Commands of llama.cpp's converter and server. kind: llama.cpp's name for the kind of draft."""
     return f"""\
 ```bash
 cd llama.cpp  # a checkout of it

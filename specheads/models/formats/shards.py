@@ -17,7 +17,7 @@ _NAME = re.compile(r"\w[\w. -]{0,200}\.safetensors")  # of a file beside the ind
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Tensor name → name of its file, from an index, and the index's metadata. CheckpointError if it is no index."""
+    """Tensor name → name of its file, and the metadata, from an index. CheckpointError if the file is not an index."""
     read = read_table(path, _MOST_BYTES) or {}
     found, metadata = read.get("weight_map"), read.get("metadata")
     if not isinstance(found, dict) or not found:
@@ -26,7 +26,7 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) -> None:
-    """CheckpointError if an index has one of these tensors in anything but a file beside itself."""
+    """CheckpointError if the index puts one of these tensors anywhere but in a file beside itself."""
     for tensor in tensors:
         name = index[tensor]
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -37,13 +37,13 @@ def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) ->
 
 
 def refuse_many(path: Path, index: dict[str, str]) -> None:
-    """CheckpointError if an index names more files than a head has."""
+    """CheckpointError if the index names more files than any head has."""
     if (count := len(set(index.values()))) > _MOST:
         raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST}")
 
 
 def check_shard(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:
-    """CheckpointError unless a file holds exactly the tensors that the index says: readers would load others too."""
+    """CheckpointError unless a file holds exactly the tensors that the index assigns to it: readers load all it has."""
     for what, names in (("lacks", set(claimed) - set(held)), ("also holds", set(held) - set(claimed))):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,1 +1,1 @@
-"""Parallel block heads on disk: DFlash, JetSpec and DSpark, a file a form; parallel.py is what the forms share."""
+"""Parallel block heads on disk: DFlash, JetSpec and DSpark, one file per format; parallel.py has what they share."""

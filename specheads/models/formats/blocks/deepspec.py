@@ -1,6 +1,6 @@
-"""DSpark as DeepSpec writes it and vLLM, SGLang and llama.cpp read it: its keys in a Qwen3 config.
+"""DSpark as DeepSpec writes it and vLLM, SGLang and llama.cpp read it: DeepSpec's keys in a Qwen3 config.
 
-DeepSpec's own files have copies of the base's matrices; the others take those of the target."""
+DeepSpec's own files contain copies of the base's matrices; the other programs use those of the target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAYERS = "target_layer_ids"
 
 @dataclass(frozen=True)
 class DeepSpec(parallel.Parallel):
-    """copies_output: the file has the base's output matrix, beside its embeddings."""
+    """copies_output: the file contains the base's output matrix as well as its embeddings."""
 
     config_keys: ClassVar[tuple[str, ...]] = ("markov_rank",)
     copies_output: bool = False

@@ -1,7 +1,7 @@
-"""DFlash as z-lab publishes it and vLLM, SGLang and ModelOpt share it; JetSpec is the same with causal slots.
+"""DFlash as published by z-lab and shared by vLLM, SGLang and ModelOpt; JetSpec is the same with causal slots.
 
-The config is that of a Qwen3 model with a table dflash_config. The head uses the base's own embeddings and output
-matrix, which are not in the file.
+The config is a Qwen3 model's with an added table, dflash_config. The head uses the base's embeddings and output matrix,
+which are not in the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specheads.options import shown
 
 ARCHITECTURE = "DFlashDraftModel"
 _TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"
-# Other options of such a config, and the value that describes heads here. Any other value is refused by name.
+# Other options of such a config, and the value that matches heads here. Any other value is refused by name.
 _FLAGS = {
     "use_swa": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "is_neox_style": True,
     "use_aux_hidden_state": True, "shift_label": False,
@@ -57,7 +57,7 @@ class DFlash(parallel.Parallel):
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps
-        # JetSpec reads causal_head, vLLM causal, whose own default differs from layer to layer.
+        # JetSpec reads causal_head. vLLM reads causal, whose default differs from layer to layer.
         causal = {"causal": head.causal} | ({"causal_head": True} if head.causal else {})
         config = {
             "architectures": [ARCHITECTURE], **block_config(head, tensors, base), "model_type": "qwen3",
@@ -95,7 +95,7 @@ class DFlash(parallel.Parallel):
 
 
 def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool:
-    """Do slots attend only to earlier ones? By whichever of its readers' keys the config has."""
+    """Do slots attend only to earlier ones? Read from whichever reader's key the config has."""
     keys = ((config, "is_causal"), (inner, "causal"), (inner, "causal_head"))
     values = {name: flag(section, name) for section, name in keys if section.get(name) is not None}
     if len(set(values.values())) > 1:
@@ -111,7 +111,7 @@ def _trtllm_yaml(head: ParallelConfig) -> str:
 
 
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
-    """The slots of a block: at the top of the config in older heads, in the table in newer ones."""
+    """The number of slots in a block: at the config's top level in older heads, in dflash_config in newer ones."""
     sizes = {whole(table, "block_size") for table in (config, inner) if table.get("block_size") is not None}
     if len(sizes) != 1:
         said = f"block_size={sorted(sizes)}" if sizes else "no block_size"

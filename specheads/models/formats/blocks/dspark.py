@@ -1,6 +1,6 @@
-"""DSpark in the `speculators` format: a block drafted at once from the target's features, plus a Markov bias.
+"""DSpark in the `speculators` format: a block drafted in one pass from the target's features, plus a Markov bias.
 
-Its slots attend to one another both ways. They predict the position after their own, or their own as in DFlash.
+Attention between slots is bidirectional. Each slot predicts the next position, or, as in DFlash, its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DSpark(parallel.Parallel):
 
 
 def nested_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:
-    """Options from a config of speculators, which nests the decoder's and numbers layers as hidden_states."""
+    """Options from a speculators config, which nests the decoder's config and numbers layers as hidden_states."""
     config = files.config or {}
     taps = wholes(config, _LAYERS)
     if not taps:
@@ -68,14 +68,14 @@ def nested_config(
     kind: str, name: str, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel,
     more: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """The config of a parallel head for speculators; more: the keys that its kind adds."""
+    """The speculators config of a parallel head. more: keys added for its kind."""
     assert head.taps
     return {
         "architectures": [f"{name}DraftModel"], "auto_map": {"": f"config.{name}SpeculatorConfig"},
         "speculators_model_type": kind, "speculators_version": VERSION, "block_size": head.block_size,
         "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, _LAYERS: list(head.taps),
         "mask_token_id": head.mask_token_id,
-        # It is about sliding layers, of which there are none. vLLM 0.32 takes false for "every layer is causal".
+        # Only matters for sliding layers, of which there are none; but vLLM 0.32 takes false as "all layers causal".
         "sliding_window_non_causal": True,
         "sample_from_anchor": head.sample_from_anchor, **more, "tie_word_embeddings": False,
         **nested_block(head, tensors, base, "qwen3"),

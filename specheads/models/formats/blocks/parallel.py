@@ -1,6 +1,6 @@
 """What the formats of parallel block heads share: tensor names, the decoder's options, copies of the base's matrices.
 
-They differ in the places of config keys, in how they number layers (layer_ids.py), and in which heads they hold.
+They differ in where config keys are, in how they number layers (layer_ids.py), and in which heads they can hold.
 Shapes: V vocabulary, r Markov rank.
 """
 
@@ -29,9 +29,10 @@ _NORMS = ("input_layernorm", "q_norm", "k_norm")
 
 @dataclass(frozen=True)
 class Parallel(Format):
-    """takes_markov: supports a Markov bias and a confidence. needs_markov: requires the bias. takes_draft_vocabulary:
-    supports one. causal: whether slots attend only to earlier ones; from_anchor: the value of sample_from_anchor; None
-    for either: the config says. takes_biases: supports them in attention. positions: the scaled ones it supports."""
+    """takes_markov: supports a Markov bias and a confidence head. needs_markov: requires the bias.
+    takes_draft_vocabulary: supports a draft vocabulary. causal: whether slots attend only to earlier ones. from_anchor:
+    the value of sample_from_anchor. (None for either: given by the config.) takes_biases: supports attention biases.
+    positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = ParallelConfig.kind
     engine: str
@@ -119,10 +120,10 @@ def read_options(
     files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel, taps: tuple[int, ...],
     mask: int, size: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Options of a head without Markov bias and confidence.
+    """The options of a head, except for those of the Markov bias and confidence head.
 
-    block: the config of its decoder, which may be nested. taps: the hidden_states it reads. mask: the mask token. size:
-    slots of a block. CheckpointError for what no head here can hold."""
+    block: the config of its decoder, which may be nested. taps: the hidden_states it reads. mask: id of the mask token.
+    size: slots in a block. CheckpointError if no head here can represent it."""
     kinds = block.get("layer_types")
     if kinds is None and flag(block, "use_sliding_window"):
         kinds = "sliding_attention"
@@ -143,8 +144,8 @@ def read_options(
 
 
 def read_dspark_options(files: Files, config: dict[str, Any], **usual: Any) -> dict[str, Any]:
-    """The options that a DSpark config adds. usual: defaults of missing keys. CheckpointError for variants that heads
-    here do not have."""
+    """The options that a DSpark config adds. usual: defaults for missing keys. CheckpointError for variants that heads
+    here do not support."""
     rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
     if rank and (variant := config.get("markov_head_type", "vanilla")) != "vanilla":
         raise CheckpointError(f"{files}: markov_head_type={shown(variant)}; heads here have the vanilla one")

@@ -1,4 +1,4 @@
-"""DFlash in the `speculators` format: a block drafted at once, whose slots predict their own positions."""
+"""DFlash in the `speculators` format: a block drafted in one pass, in which each slot predicts its own position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
 
 @dataclass(frozen=True)
 class SpeculatorsDFlash(parallel.Parallel):
-    """Heads with sample_from_anchor are read too. They are written as DSpark: vLLM takes them by no other method."""
+    """Heads with sample_from_anchor are read too, but written as DSpark: vLLM supports them under no other method."""
 
     engine: str = "speculators"
     title: str = "speculators DFlash"

@@ -1,1 +1,1 @@
-"""EAGLE heads on disk: EAGLE-1 to EAGLE-3, a file a program or family of programs that reads them."""
+"""EAGLE heads on disk: EAGLE-1 to EAGLE-3, one file per program or group of programs that reads them."""

@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 as the EAGLE repository, vLLM and SGLang read them.
 
-They share the tensors and disagree on the bias of fc. The EAGLE repository has one unless "bias" is false. vLLM drops
-it silently. SGLang always has one, which is random if the file has none. So a head without a bias is written with
-"bias": false everywhere, and for SGLang with a bias of zeros too.
+The programs share the tensors but disagree on the bias of fc. The EAGLE repository has one unless "bias" is false. vLLM
+silently drops it. SGLang always has one, left random if the file has none. So a head without a bias is always written
+with "bias": false, and for SGLang also with a zero bias.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from specheads.models.formats.serving import OLDER, vllm
 
 @dataclass(frozen=True)
 class Eagle(Format):
-    """architecture: what its server calls the class; fc_bias: heeds that bias; zeros: wants it even if it is none;
-    positions: the scaled ones it has."""
+    """architecture: the server's name for the class; fc_bias: supports a bias of fc; zeros: needs a zero bias if there
+    is none; positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = EagleConfig.kind
     engine: str
@@ -106,13 +106,13 @@ class Eagle(Format):
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, EagleConfig)
-        # vLLM reads "bias" as attention's; a bias of fc that gets here is zeros.
+        # vLLM reads "bias" as that of attention; refusals() lets only a zero bias of fc get here.
         biased = head.fc_bias and self.fc_bias
         config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        if (scale := embedding_scale(base)) != 1:  # its readers give fc the rows, which the base scales
+        if (scale := embedding_scale(base)) != 1:  # readers give fc the unscaled rows, while the base scales them
             named["fc.weight"] = _scaled(named["fc.weight"], len(named["fc.weight"]), scale)
         if self.writes_fc_bias and not head.fc_bias:
             named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
@@ -120,7 +120,7 @@ class Eagle(Format):
 
 
 def _scaled(fused: Tensor, size: int, scale: float) -> Tensor:
-    """fc.weight (H, 2H) with the columns that read the embedding multiplied."""
+    """fc.weight (H, 2H) with the first `size` columns, which read the embedding, multiplied by `scale`."""
     embedded, hidden = fused.split(size, dim=1)
     return torch.cat([(embedded.float() * scale).to(fused.dtype), hidden], dim=1)
 

@@ -1,7 +1,7 @@
 """EAGLE-3 as the EAGLE repository writes it, and SpecForge, vLLM, SGLang, TensorRT-LLM and llama.cpp read it.
 
-They share the tensors and most of the config. They differ in how they number layers (layer_ids.py), in which decoders
-they support beyond one plain block, and in how they are started.
+The programs share the tensors and most of the config. They differ in how they number layers (layer_ids.py), in which
+decoders they support beyond one plain block, and in the serving command.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUA
 from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-_SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # those of NORMS that SGLang and TensorRT-LLM have
+_SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # the NORMS that SGLang and TensorRT-LLM support
 # Name prefix of decoder block 0 → that of a later block. "midlayer.0.": ModelOpt's Megatron exporter, several blocks.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
 _OWN = {
@@ -40,8 +40,8 @@ _OWN = {
 def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) -> dict[str, str]:
     """Our name → theirs, except for the vocabulary.
 
-    first: the prefix of decoder block 0, unless the names `found` in a file have another one. They also tell the name
-    of a later block's first norm (hidden_norm in ModelOpt and SGLang)."""
+    first: the prefix of decoder block 0, unless `found`, the names in a file, have another. They also give the name of
+    a later block's first norm (hidden_norm in ModelOpt and SGLang)."""
     first = next((each for each in _BLOCKS if f"{each}hidden_norm.weight" in found), first)
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
@@ -58,21 +58,21 @@ def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) ->
 
 
 def _retrain(norms: Sequence[str]) -> str:
-    """What trains a head without these options."""
+    """The recipe options that train a head without these norms."""
     return f"train one without: recipes/eagle3.yaml with {' '.join(f'head.{name}=false' for name in norms)}"
 
 
 def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
-    """Reasons that hold against an EAGLE-3 head in every format."""
+    """Reasons for which every format refuses an EAGLE-3 head."""
     wrong = layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)
     return [wrong] * bool(wrong)
 
 
 @dataclass(frozen=True)
 class Eagle3(Format):
-    """takes_layers: supports several decoder blocks, as the tensors here have them. takes_biases: in the block.
-    takes_taps: layers other than the usual three. needs_three_taps: exactly three layers. norms: the options that move
-    a norm and are supported. positions: the scaled ones it supports."""
+    """takes_layers: supports several decoder blocks, named as here. takes_biases: supports biases in the block.
+    takes_taps: can read layers other than the usual three. needs_three_taps: must read exactly three layers. norms: the
+    supported options that move a norm. positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
@@ -148,7 +148,7 @@ class Eagle3(Format):
 
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
-    """Head options from a config and the config of its decoder block, which may be nested there."""
+    """Head options from a config and its decoder block's config, which may be nested in it."""
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
     norms = eagle3_config.read_norms(files, config, layers)
@@ -163,9 +163,10 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
 def translate_shared(
     files: Files, head: HeadConfig, base: PreTrainedModel, block: dict[str, Any]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """d2t and t2d, and defaults for a missing lm_head or bias. Embeddings in the file are compared with the base's.
+    """d2t and t2d, defaults for a missing lm_head or bias, and the file's names used. Embeddings in the file are
+    compared with the base's.
 
-    block: the config of its decoder."""
+    block: the config of the head's decoder."""
     assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
     translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
     if "embed_tokens.weight" in files.shapes:
@@ -179,8 +180,8 @@ def translate_shared(
 def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> Tensor:
     """The base's output matrix (V, H), with which servers draft if a file has none.
 
-    CheckpointError if they would not: with a draft vocabulary, or if tie_word_embeddings means another matrix in
-    SGLang."""
+    CheckpointError where they would not use it: with a draft vocabulary, or if tie_word_embeddings makes SGLang use
+    another matrix."""
     if head.draft_vocab_size != head.vocab_size:
         raise CheckpointError(
             f"{files}: it has no lm_head.weight and drafts {head.draft_vocab_size} of {head.vocab_size} tokens; the "
@@ -196,7 +197,7 @@ def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> T
 
 
 def trtllm_yaml(head: Eagle3Config, num_layers: int) -> str:
-    """The options file of trtllm-serve: draft length, path of the head, and layers if they are not the usual ones."""
+    """The options file of trtllm-serve: draft length, path of the head, and the layers unless they are the usual."""
     assert head.taps
     lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
     if head.taps != layer_ids.usual_taps(num_layers):

@@ -1,7 +1,7 @@
 """EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings.
 
-The decoder block is named "layers.0." for a Hugging Face model, and "midlayer." for Megatron's, or "midlayer.0." if
-there are several. All are read, by the names in the file; "layers.0." is written.
+The decoder block is named "layers.0." when exported from a Hugging Face model, and "midlayer." from Megatron, or
+"midlayer.0." if there are several. All are read; "layers.0." is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EAGLE-3 in the `speculators` format, which vLLM serves directly: its config nests that of the decoder block."""
+"""EAGLE-3 in the `speculators` format, which vLLM serves directly. Its config nests that of the decoder block."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Speculators(Format):
 def nested_block(
     head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
 ) -> dict[str, Any]:
-    """The dtype and the nested config of the decoder."""
+    """The dtype and the nested decoder config of a speculators config."""
     block = block_config(head, tensors, base) | {"model_type": model_type}
     dtype = block.pop("torch_dtype")
     for name in ("rope_theta", "rope_scaling"):

@@ -1,8 +1,8 @@
-"""A base as transformers 4 reads it, for the EAGLE repository: its config, its tokenizer and an index of its weights.
+"""A base in the form transformers 4 reads, for the EAGLE repository: config, tokenizer and an index of its weights.
 
-That repository looks for the embeddings through model.safetensors.index.json, which a base in one file does not have.
-Its transformers (4.53) knows neither rope_parameters nor the tokenizer class TokenizersBackend. The weights stay where
-they are: the index has their absolute paths.
+The EAGLE repository finds the embeddings through model.safetensors.index.json, which a base in one file does not have.
+Its transformers version (4.53) knows neither rope_parameters nor the tokenizer class TokenizersBackend. The weights
+stay where they are: the index has their absolute paths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COPIED = (_TOKENIZER, "generation_config.json", "chat_template.jinja", "special
 
 
 def rewrite_base(base: PreTrainedModel) -> dict[str, str]:
-    """File name in FOLDER → text; {} if the base is not a local folder of safetensors."""
+    """Name of a file in FOLDER → its text; {} if the base is not a local folder of safetensors."""
     name = getattr(base, "name_or_path", None)
     if not name or not (Path(name) / CONFIG).is_file():
         return {}
@@ -39,7 +39,7 @@ def rewrite_base(base: PreTrainedModel) -> dict[str, str]:
 
 
 def _index(source: Path) -> dict[str, Any] | None:
-    """An index with every tensor's file; None if the base is not in safetensors."""
+    """An index with the file of every tensor; None if the base is not stored as safetensors."""
     folder = source.resolve()
     if (source / INDEX).is_file():
         weights, metadata = read_index(source / INDEX)
@@ -52,7 +52,7 @@ def _index(source: Path) -> dict[str, Any] | None:
 
 
 def _config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with rope_theta, rope_scaling and torch_dtype beside rope_parameters and dtype."""
+    """The config with rope_theta, rope_scaling and torch_dtype added to rope_parameters and dtype."""
     older = dict(config)
     if "dtype" in config:
         older["torch_dtype"] = config["dtype"]
@@ -66,7 +66,7 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(config: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The tokenizer's config with its class and special tokens under their older names."""
+    """The tokenizer's config, its class and special tokens under their transformers 4 names."""
     older = {name: value for name, value in config.items() if name not in ("backend", "is_local", "local_files_only")}
     if older.get("tokenizer_class") == "TokenizersBackend":
         older["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -1,1 +1,1 @@
-"""Writing a head for another program: the files, their README, and GGUF files by llama.cpp's converter."""
+"""Exporting a head to another program: its files, their README, and GGUF files made by llama.cpp's converter."""

@@ -1,4 +1,4 @@
-"""Writes a head in the format that another program reads: config, tensors and a README with the serving command."""
+"""Writes a head in another program's format: config, tensors and a README with the serving command."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def export(
     dtype: torch.dtype | str | None = None, embeddings: bool = False,
     gguf: Path | str | None = None,
 ) -> Path:  # fmt: skip
-    """Write `head` into the directory `out` in the format of `to`, whole or not at all; returns `out`.
+    """Write `head` into the directory `out` in a format of `to`, all of it or nothing; returns `out`.
 
-    to: the engine of one of FORMATS. dtype: of the weights (default: unchanged). embeddings: store the base's too, if
-    the format makes that optional. gguf: llama.cpp's checkout or converter, for llamacpp: also write the GGUF files of
-    base and head, both in `dtype` if it is given.
+    to: the engine of one of FORMATS. dtype: of the weights (default: unchanged). embeddings: also store the base's, if
+    the format makes that optional. gguf: llama.cpp's checkout or converter; with to="llamacpp", also write GGUF files
+    of base and head, both in `dtype` if given.
     CheckpointError if the format cannot hold the head, with the reason and the formats that can; if `out` already holds
     files; if the format needs tensors of the base that are not in memory; if the converter fails.
     """
@@ -78,7 +78,7 @@ def export(
 def _gguf(
     config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str, dtype: torch.dtype | None, gguf: Path | str
 ) -> Callable[[Path], None]:
-    """A function that writes the GGUF files into the folder of an export. All that it needs is checked first."""
+    """A function that writes the GGUF files into an export's folder. Everything it needs is checked here first."""
     if to != "llamacpp":
         raise ValueError(f"GGUF files are for llamacpp, not for {to}; leave gguf out")
     script = gguf_files.converter(gguf)
@@ -112,12 +112,12 @@ def form_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str
 
 
 def has_adapters(config: SpecConfig, base: PreTrainedModel) -> bool:
-    """Does the base compute with adapters, trained with the head or on it already?"""
+    """Does the base have adapters, whether trained with the head or there before?"""
     return config.joint is not None or bool(adapters(base))
 
 
 def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> list[str]:
-    """The engines whose formats can hold this head; none if its base has adapters, which no format holds."""
+    """The engines whose formats can hold this head; [] if its base has adapters, which no format holds."""
     if has_adapters(config, base):
         return []
     tensors = head_tensors(head)
@@ -126,7 +126,7 @@ def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> l
 
 
 def head_tensors(head: DraftHead, dtype: torch.dtype | None = None, wide: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """The head's tensors by our names, on the CPU, in `dtype` but for those whose names end in `wide`."""
+    """The head's tensors by our names, on the CPU, in `dtype` except for those whose names end in one of `wide`."""
     state = {name: t.detach().to("cpu") for name, t in head.state_dict().items()}
     if any(hasattr(t, "full_tensor") for t in state.values()):
         raise CheckpointError("the head's tensors are shards; save the head, load it in one process, and export that")
@@ -139,11 +139,11 @@ def _write(
     folder: Path, written: ExportFiles, tensors: dict[str, Tensor], texts: dict[str, str],
     more: Callable[[Path], None] | None,
 ) -> None:  # fmt: skip
-    """Write all files into a temporary directory, then rename it: a crash leaves nothing under the final name.
+    """Write all files into a temporary directory, then rename it, so that a crash leaves nothing under the final name.
 
-    A directory that is there, perhaps a mount point, cannot be replaced: the files are moved into it, the config last.
-    more: adds files made from the others. The temporary directory has the final name inside another one, since
-    llama.cpp's converter writes the name of the directory into its files."""
+    A directory that already exists may be a mount point and is not replaced: files are moved into it, the config last.
+    more: writes further files made from the others. The temporary directory is nested in another so that it can have
+    the final name, which llama.cpp's converter writes into its files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden, there = f".{folder.name}.{secrets.token_hex(4)}", folder.is_dir()
     around = folder / hidden if there else folder.with_name(hidden)
@@ -165,7 +165,7 @@ def _write(
         for path in temporary.rglob("*"):
             if path.is_symlink() or not path.is_file():
                 continue
-            path.chmod(mode)  # as the umask allows; safetensors would make the file private to its owner
+            path.chmod(mode)  # the umask's permissions; safetensors would make the file readable by its owner only
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         if there:

@@ -1,8 +1,8 @@
-"""Runs llama.cpp's converter in a process of its own: python gguf_converter.py CONVERTER ARGUMENTS…
+"""Runs llama.cpp's converter in its own process: python gguf_converter.py CONVERTER ARGUMENTS…
 
-The converter recognises a tokenizer by a hash of what it makes of one text. So it refuses a newly trained tokenizer
-even if llama.cpp has its rules for splitting text. If the converter refuses one, the rules are read here from the
-tokenizer itself, and accepted only if they are exactly GPT-2's.
+The converter recognises a tokenizer by a hash of its output for one text. So it refuses a newly trained tokenizer even
+if llama.cpp supports its rules for splitting text. In that case the rules are read here from the tokenizer itself, and
+accepted only if they are exactly GPT-2's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 
 def pre_tokenizer(tokenizer: Any) -> str | None:
-    """llama.cpp's name for how a transformers tokenizer splits text before BPE; None if unknown here."""
+    """llama.cpp's name for how a transformers tokenizer splits text before BPE; None if not recognised."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     parts = json.loads(backend.to_str())
     split, model = parts["pre_tokenizer"] or {}, parts["model"]
     gpt2 = split.get("type") == "ByteLevel" and split.get("use_regex", True) and not split.get("add_prefix_space")
-    # what llama.cpp's BPE does not do under that name
+    # options that llama.cpp's BPE does not implement under that name
     other = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
     plain = model.get("type") == "BPE" and not any(model.get(name) for name in other)
     return "gpt-2" if gpt2 and plain and parts["normalizer"] is None else None
@@ -32,7 +32,7 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
 def main(script: str, *arguments: str) -> None:
     folder = Path(script).resolve().parent
     sys.argv = [script, *arguments]
-    sys.path[0] = str(folder)  # as for a script that is run by itself
+    sys.path[0] = str(folder)  # as if the converter were run directly
     if "NO_LOCAL_GGUF" not in os.environ:
         sys.path.insert(1, str(folder / "gguf-py"))
     from conversion import TextModel

@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp, by its own converter: the head's draft.gguf and its base's target.gguf."""
+"""GGUF files for llama.cpp, made by its own converter: the head's draft.gguf and its base's target.gguf."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_A_BASE = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
 def converter(path: Path | str) -> Path:
-    """llama.cpp's converter: `path` itself, or the one in that checkout. CheckpointError if there is none."""
+    """llama.cpp's converter: `path` itself, or the one in the checkout at `path`. CheckpointError if there is none."""
     script = Path(path) / SCRIPT if Path(path).is_dir() else Path(path)
     if script.name != SCRIPT or not script.is_file():
         raise CheckpointError(f"{path} is neither llama.cpp's {SCRIPT} nor a checkout of llama.cpp that holds it")
@@ -30,7 +30,8 @@ def converter(path: Path | str) -> Path:
 
 
 def folder_of(base: str | None, revision: str | None = None) -> Path:
-    """The folder with the files of a base, downloaded from the hub if needed. CheckpointError if it is on neither."""
+    """The folder with a base's files, downloaded from the hub if needed. CheckpointError if it is neither local nor on
+    the hub."""
     if base is None or not (Path(base).is_dir() or may_be_repository(base)):
         raise CheckpointError(
             f"the base {base or 'in memory'} is no folder; for GGUF files save it, and give it as base="

@@ -1,4 +1,4 @@
-"""The README of an export: what it is, the command that serves it, and what to expect of it."""
+"""The README of an export: what it is, the command that serves it, and the accepted lengths to expect."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DECODED = {"temperature", "prompts", "new_tokens", "tree", "accepted_length"}
 
 
 def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: str, served: str) -> str:
-    """Markdown for the directory of an export. checkpoint: the folder with the head and its run, if any; base: its
-    name; served: the base as the other program's commands name it."""
+    """Markdown for the directory of an export. checkpoint: the folder with the head and its run, if any; base: the
+    base's name; served: its name in the other program's commands."""
     config: Any = head.config
     lines = [
         f"# {form.title}", "",
@@ -42,10 +42,10 @@ def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: st
 
 
 def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
-    """Known accepted lengths of the head: (greedy or sampled, how it was measured, tokens a step).
+    """Recorded accepted lengths of the head: (greedy or sampled, how it was measured, tokens per step).
 
-    depth: of the drafts that training scores. The figures were recorded by training (estimates, and the parity gate's
-    decoding) and by benchmarks/accepted_length.py (`decoded`).
+    depth: drafted tokens that training scores. The figures were recorded by training (estimates, and decoding in the
+    parity gate) and by benchmarks/accepted_length.py (`decoded`).
     """
     folder = Path(str(checkpoint or ""))
     found = results(folder) if checkpoint and folder.is_dir() else {}
@@ -60,7 +60,7 @@ def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
     recorded = found.get("decoded")
     for run in recorded if isinstance(recorded, list) else ():
         if not isinstance(run, dict) or not run.keys() >= _DECODED or not isinstance(run["temperature"], int | float):
-            continue  # of another program, or a later version
+            continue  # written by another program or a later version
         temperature = run["temperature"]
         text = f"sampled, T = {temperature:g}" if temperature else "greedy"
         prompts = f"{run['prompts']} prompts of {run.get('set', 'held-out files')}"

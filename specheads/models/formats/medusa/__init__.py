@@ -1,1 +1,1 @@
-"""Medusa and Hydra heads on disk: a file a form."""
+"""Medusa and Hydra heads on disk, one file per format."""

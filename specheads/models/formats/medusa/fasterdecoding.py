@@ -24,7 +24,7 @@ from specheads.models.formats.serving import base_name
 
 
 def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
-    """Our name → theirs for every ResBlock. theirs: a template with {h}, {l} and {what}."""
+    """Our name → theirs for every ResBlock. theirs: a template with {h} (head), {l} (layer) and {what} (parameter)."""
     return {
         f"blocks.{h}.{layer}.linear.{what}": theirs.format(h=h, l=layer, what=what)
         for h in range(head.num_heads)
@@ -34,7 +34,7 @@ def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
 
 
 def tap_refusals(head: Any, base: PreTrainedModel) -> list[str]:
-    """Why no format can hold a head with this tap: Medusa and Hydra always read the output of the final norm."""
+    """Why no format can hold a head that reads another layer: Medusa and Hydra always read the final norm's output."""
     layers = text_config(base).num_hidden_layers
     if head.tap == layers:
         return []
@@ -43,7 +43,8 @@ def tap_refusals(head: Any, base: PreTrainedModel) -> list[str]:
 
 @dataclass(frozen=True)
 class Medusa(Format):
-    """shares_layers: its reader has one module for all layers of a head, so they must be equal. weights: the file."""
+    """shares_layers: the reader uses one module for all layers of a head, so they must be equal. weights: the name of
+    the weights file."""
 
     kind: ClassVar[str] = MedusaConfig.kind
     config_keys: ClassVar[tuple[str, ...]] = ("medusa_num_heads", "num_medusa_heads")
@@ -67,7 +68,7 @@ class Medusa(Format):
                 "which no other base replaces; save the base alone and the heads, without that prefix, as "
                 "medusa_lm_head.safetensors, and import those with the base"
             )
-        heads = count(files, "")  # by the tensors: the published config of version 1 always says 2
+        heads = count(files, "")  # counted from the tensors, since version 1's published config always says 2
         layers = count(files, "0.", ".linear.")
         if not heads or not layers:
             raise CheckpointError(f"{files}: no tensors like 0.0.linear.weight, as Medusa heads have them")
@@ -109,14 +110,14 @@ class Medusa(Format):
 
 
 def vocabulary_refusals(head: DraftVocabularyConfig) -> list[str]:
-    """Why such a format cannot hold a head that drafts only some of the tokens."""
+    """Why a format without a draft vocabulary cannot hold a head that drafts only some of the tokens."""
     if head.draft_vocab_size == head.vocab_size:
         return []
     return [f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"]
 
 
 def full_vocabulary(head: DraftVocabularyConfig) -> dict[str, Tensor]:
-    """d2t (V,) and t2d (V,) of a head that drafts every token."""
+    """d2t (V,) and t2d (V,) of a head that can draft every token."""
     assert head.vocab_size
     return {
         "d2t": torch.zeros(head.vocab_size, dtype=torch.long), "t2d": torch.ones(head.vocab_size, dtype=torch.bool)

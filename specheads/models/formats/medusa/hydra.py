@@ -1,7 +1,7 @@
-"""Hydra as its repository writes it: hydra_mlp, a network a head, hydra_lm_head, and for Hydra++ prefix_embeding_layer.
+"""Hydra as its repository writes it: hydra_mlp (one network a head), hydra_lm_head, Hydra++'s prefix_embeding_layer.
 
-Two of its head architectures are read: mlp, and prefix-mlp (Hydra++), where Dropout takes every other index. The second
-and later blocks of a head are one module, so they are equal. No server reads this format.
+Two of its head architectures are read: mlp, and prefix-mlp (Hydra++), where Dropout layers take every other index. A
+head's second and later blocks are one shared module, so they are equal. No server reads this format.
 Shapes: K heads, L blocks a head, H hidden, V vocabulary.
 """
 
@@ -96,7 +96,7 @@ python -m hydra.inference.cli --model $folder_arg
 
     def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, HydraConfig)
-        # Its prefix layer is a whole model of one layer that is given vectors: its embeddings are never used.
+        # The prefix layer is a complete one-layer model whose inputs are vectors: its embeddings are never used.
         return full_vocabulary(head), {
             f"{_PREFIX}embed_tokens.weight",
             f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
@@ -134,7 +134,7 @@ python -m hydra.inference.cli --model $folder_arg
 
 
 def _positions(base: PreTrainedModel) -> str:
-    """Why no prefix layer here can have the base's positions, as this format's layers do; "" if one can."""
+    """Why a prefix layer here cannot use the base's rotary positions, as this format's layers do; "" if it can."""
     try:
         rope_of(text_config(base))
     except ValueError as error:

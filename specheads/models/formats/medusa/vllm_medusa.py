@@ -1,8 +1,8 @@
-"""Medusa as vLLM read it up to 0.32: blocks and lm_heads, with an optional map of the tokens drafted.
+"""Medusa as vLLM up to 0.32 reads it: blocks and lm_heads, with an optional map of the drafted tokens.
 
-Two variants hold a draft vocabulary. vLLM's comments describe output matrices (Vd, H) with truncated_vocab_size = Vd,
-but 0.32 fails on them, since it allocates V rows. So all V rows are written here. The map and Vd are for reading the
-file back: vLLM reads a map only if truncated_vocab_size is below V.
+Two variants can hold a draft vocabulary. vLLM's comments describe output matrices (Vd, H) with truncated_vocab_size =
+Vd, but 0.32 fails on them, since it allocates V rows. So all V rows are written. The map and Vd serve to read the file
+back here: vLLM reads a map only if truncated_vocab_size is below V.
 Shapes: K heads, L layers a head, H hidden, V vocabulary, Vd draft vocabulary.
 """
 
@@ -87,7 +87,7 @@ class VllmMedusa(Format):
             theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in found), own) if shared else own
             if theirs not in found or not found[theirs].is_floating_point():
                 continue
-            # The file may have all rows of the vocabulary: vLLM takes those in the map. Other shapes are refused later.
+            # The file may have all V rows, of which vLLM takes those in the map. Other shapes are refused later.
             whole_vocabulary = draft != vocab and tuple(found[theirs].shape) == (vocab, head.hidden_size)
             if whole_vocabulary or (shared and tuple(found[theirs].shape) == (draft, head.hidden_size)):
                 if theirs not in read:
@@ -127,10 +127,10 @@ class VllmMedusa(Format):
 
 
 def all_rows(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Rows (Vd, H) of the tokens ids (Vd,) → (V, H) that draft the same tokens.
+    """Output rows (Vd, H) of the tokens ids (Vd,) → a full output matrix (V, H) that drafts the same tokens.
 
-    Every other token has the mean row, hence the mean of their logits, which is never above the largest. (Zero rows
-    would be, if all logits are negative.)"""
+    Every other token gets the mean row, so its logit is the mean of theirs, which never exceeds the largest. (A zero
+    row's logit would, if all logits are negative.)"""
     whole = rows.float().mean(0).to(rows.dtype).repeat(vocab, 1)
     whole[ids] = rows
     return whole

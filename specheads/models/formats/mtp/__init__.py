@@ -1,1 +1,1 @@
-"""MTP modules as models ship them, in the checkpoints of the models themselves."""
+"""MTP modules as they ship inside a model's own checkpoint."""

@@ -1,4 +1,4 @@
-"""A base's files as an export of MTP modules has them: its index without its own modules, and links to the rest."""
+"""A base's files in an export of MTP modules: its index without its own MTP modules, and links to the other files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specheads.hub import cached_commits, commit_of
 from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_names
 from specheads.models.formats.shards import INDEX, read_index
 
-_STEM = "mtp"  # sorts after model*.safetensors, so that readers of all files take its tensors
-_SOLE = "model-00001-of-00002.safetensors"  # WEIGHTS in an export: readers of WEIGHTS pass an index by
+_STEM = "mtp"  # sorts after model*.safetensors, so readers that load every file end up with its tensors
+_SOLE = "model-00001-of-00002.safetensors"  # what WEIGHTS is renamed to: readers that find WEIGHTS ignore the index
 
 
 @dataclass(frozen=True)
 class BaseFiles:
-    """folder: None for a base that is in none. weights: tensor → the name of its file in an export. metadata: of the
-    index. unused: files of the folder that no tensor is in any more."""
+    """folder: where the files are; None if the base is in no folder. weights: tensor → name of its file in an export.
+    metadata: of the index. unused: files of the folder that hold no tensor of the export."""
 
     folder: Path | None = None
     weights: dict[str, str] = field(default_factory=dict)
@@ -42,20 +42,20 @@ class BaseFiles:
         raise CheckpointError(f"{folder} has no safetensors; save the base again, and export beside that")
 
     def without(self, names: Collection[str]) -> Self:
-        """The same without these tensors, and without the files that hold nothing else."""
+        """A copy without these tensors, and without files that hold nothing else."""
         kept = {name: file for name, file in self.weights.items() if name not in names}
         return replace(self, weights=kept, unused=frozenset(self.weights.values()) - frozenset(kept.values()))
 
     @property
     def new_file(self) -> str:
-        """The name of the modules' file: none of the base's has it, and it sorts after them."""
+        """The name of the modules' file: not used by the base, and sorted after all of its files."""
         taken, number = set(self.weights.values()), 1
         while (name := f"{_STEM}{f'_{number}' if number > 1 else ''}.safetensors") in taken:
             number += 1
         return name
 
     def index(self, own: Collection[str]) -> str:
-        """The index of the base's tensors, and of modules with these names."""
+        """The index, as JSON, of the base's tensors and of the modules' tensors with these names."""
         named = {**self.weights, **dict.fromkeys(own, self.new_file)}
         return json.dumps({"metadata": self.metadata, "weight_map": dict(sorted(named.items()))}, indent=2) + "\n"
 

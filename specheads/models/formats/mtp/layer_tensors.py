@@ -1,6 +1,6 @@
-"""A decoder layer's tensors, between a checkpoint's names and those of transformers' class, by transformers' own rules.
+"""Converts a decoder layer's tensors between a checkpoint's form and that of transformers' class, by its own rules.
 
-transformers stores some layers otherwise than checkpoints do: experts in one tensor, for instance.
+transformers stores some layers differently from checkpoints: all experts in one tensor, for instance.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ try:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
     from transformers.modeling_utils import LoadStateDictConfig
-except ImportError:  # before transformers converted by rules
+except ImportError:  # transformers before it had conversion rules
     get_model_conversion_mapping = None  # type: ignore[assignment]
 
 
-WIDE = ("e_score_correction_bias",)  # ends of the names of tensors that keep a dtype of their own
+WIDE = ("e_score_correction_bias",)  # suffixes of tensor names that keep their own dtype
 
 
 class LayerTensors:
-    """Converts layers of the target of this config table (`heads.mtp.target_layers.config_table`)."""
+    """Converts layers of the target with this config table (`heads.mtp.target_layers.config_table`)."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         if get_model_conversion_mapping is None:
@@ -43,12 +43,12 @@ class LayerTensors:
         self.prefix = next(name for name, module in self._empty.named_modules() if module is layers)
 
     def from_checkpoint(self, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor] | str:
-        """The tensors of a layer like the target's at `index`, by transformers' names; or why they are not such a
+        """The tensors, by transformers' names, of a layer like the target's at `index`; or why they do not form such a
         layer."""
         model = copy.deepcopy(self._empty)
         layers = decoder_layers(model)
         assert layers is not None
-        set_dtype(layers[index], tensors)  # transformers casts to what the model has
+        set_dtype(layers[index], tensors)  # transformers casts to the model's dtypes
         renamed = {f"{self.prefix}.{index}.{name}": tensor for name, tensor in tensors.items()}
         rules: Any = get_model_conversion_mapping(model)
         config = LoadStateDictConfig(weight_mapping=rules, device_map={"": "cpu"})
@@ -79,7 +79,7 @@ class LayerTensors:
 
 
 def set_dtype(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a layer without values the dtype of a checkpoint's tensors, and the tensors that keep their own that one."""
+    """Give a meta layer the dtype of a checkpoint's tensors, and each WIDE tensor its own dtype there."""
     found = [tensor for name, tensor in tensors.items() if not name.endswith(WIDE) and tensor.is_floating_point()]
     if found:
         layer.to(widest_dtype(found))

@@ -1,7 +1,7 @@
-"""What each family calls the tensors of its MTP modules, and what sets its modules apart. None are loaded here.
+"""Each model family's names for the tensors of its MTP modules, and how its modules differ. Nothing is loaded here.
 
-L is the number of the target's layers, k the index of a module. The names are those that the loaders of vLLM, SGLang
-and transformers (MtpModel) read.
+L is the number of the target's layers, k the index of a module. The names are those read by the loaders of vLLM, SGLang
+and transformers (MtpModel).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _MTP = re.compile(r"(^|\.)mtp[._]")
 
 @dataclass(frozen=True)
 class Naming:
-    """One family of names.
+    """One family's names.
 
-    title: in messages. model_types: the targets that are written with these names. count: the config's number of
-    modules. own: our name → theirs, formats with {k} and {n} = L + k. layers: their prefix of each layer of a module.
-    norm: their names of the final norm, the first of which is written; () for none. copies: of the base's embeddings
-    and output matrix. options: of the head, where they differ from its defaults. most: modules that the names allow.
-    shared: one projection and one norm, whatever the number of layers. prefixes: before all names, the first of which
-    is written.
+    title: name in messages. model_types: the targets written with these names. count: the config key with the number of
+    modules. own: our name → theirs, as formats with {k} and {n} = L + k. layers: their prefix for each layer of a
+    module. norm: their names for the final norm, of which the first is written; () for none. copies: names of copies of
+    the base's embeddings and output matrix. options: head options that differ from the defaults. most: the most modules
+    that the names allow. shared: the layers share one projection and one norm. prefixes: of all names; the first is
+    written.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Naming:
     prefixes: tuple[str, ...] = ("",)
 
     def modules(self, names: Collection[str], num_layers: int) -> tuple[str, int]:
-        """The prefix of all names, and how many modules `names` hold under it; 0 if none."""
+        """The prefix of all names, and the number of modules under it in `names`; 0 if there are none."""
         for prefix in self.prefixes:
             count = 0
             while count < self.most and self._has(prefix, count, num_layers, names):
@@ -58,7 +58,7 @@ class Naming:
         return name.format(k=k, n=num_layers + k)
 
     def own_names(self, k: int, num_layers: int, found: Collection[str], prefix: str, *, bias: bool) -> dict[str, str]:
-        """Our name in module k → theirs, the layers' apart. found: the names in a file, or () for one to be written."""
+        """Our name in module k → theirs, except for layers. found: the names in a file, or () when writing one."""
         names = {ours: theirs for ours, theirs in self.own.items() if bias or not ours.endswith(".bias")}
         filled = {ours: prefix + self._fill(theirs, k, num_layers) for ours, theirs in names.items()}
         norms = [prefix + self._fill(name, k, num_layers) for name in self.norm]
@@ -67,7 +67,7 @@ class Naming:
         return filled
 
     def names_in(self, names: Collection[str], num_layers: int, prefix: str, count: int) -> set[str]:
-        """Of `names`, those of the first `count` modules, their copies of the base's matrices included."""
+        """Those of `names` in the first `count` modules, including their copies of the base's matrices."""
         wanted: set[str] = set()
         for k in range(count):
             wanted |= set(self.own_names(k, num_layers, names, prefix, bias=True).values())
@@ -77,18 +77,18 @@ class Naming:
         return wanted & set(names)
 
     def all_names(self, names: Collection[str], num_layers: int) -> set[str]:
-        """Of `names`, those of any module."""
+        """Those of `names` in any module."""
         return set().union(*(self.names_in(names, num_layers, prefix, _MOST) for prefix in self.prefixes))
 
     def of_modules(self, names: Collection[str], num_layers: int) -> set[str]:
-        """Of `names`, those that name MTP modules, known to this family or not."""
+        """Those of `names` that belong to MTP modules, whether or not this family knows them."""
         return self.all_names(names, num_layers) | {name for name in names if _MTP.search(name)}
 
     def layer_prefixes(self, k: int, num_layers: int, prefix: str) -> list[str]:
         return [prefix + self._fill(each, k, num_layers) for each in self.layers]
 
     def copied(self, k: int, num_layers: int, prefix: str) -> dict[str, str]:
-        """Their copies of the base's matrices → "embeddings" or "output"."""
+        """Names of their copies of the base's matrices → "embeddings" or "output"."""
         return {prefix + self._fill(name, k, num_layers): what for name, what in self.copies.items()}
 
 
@@ -159,7 +159,7 @@ REFUSED = {
 
 
 def refused(names: Collection[str]) -> str | None:
-    """Why MTP modules among the names of a checkpoint cannot be read; None if nothing says so."""
+    """Why the MTP modules of a checkpoint with these tensor names cannot be read; None if there is no reason."""
     for pattern, why in REFUSED.items():
         compiled = re.compile(pattern)
         if any(compiled.match(name) for name in names):

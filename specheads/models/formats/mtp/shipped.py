@@ -32,7 +32,7 @@ _NESTED, _ZERO_FIRST = "text_config", "specheads_zero_first_embedding"
 
 
 class Modules(NamedTuple):
-    """The modules found in a checkpoint: the family's naming, the prefix of all names, and how many there are."""
+    """The modules found in a checkpoint: the family's naming, the prefix of all names, and the number of modules."""
 
     naming: Naming
     prefix: str
@@ -40,7 +40,7 @@ class Modules(NamedTuple):
 
 
 def find_modules(files: Files, num_layers: int) -> Modules | None:
-    """The MTP modules that a checkpoint of a target with so many layers holds, by its names; None if none."""
+    """The MTP modules in a checkpoint, found by tensor names; None if there are none. num_layers: of the target."""
     for naming in NAMINGS:
         prefix, count = naming.modules(files.names, num_layers)
         if count:
@@ -49,7 +49,7 @@ def find_modules(files: Files, num_layers: int) -> Modules | None:
 
 
 def naming_of(model_type: str) -> Naming | None:
-    """The names that modules of such a target are written with; None if no program reads any."""
+    """The naming to write modules of a target of this type with; None if no program reads any."""
     return next((naming for naming in NAMINGS if model_type in naming.model_types), None)
 
 
@@ -58,7 +58,7 @@ def layer_form(target: TargetLayers, index: int) -> tuple:
 
 
 def layer_forms(config: dict[str, Any]) -> dict[tuple, int]:
-    """Each form of a target's layers → the layer that tensors of that form are read as."""
+    """Each distinct form of the target's layers → the index of the layer that stands for it."""
     target = TargetLayers(config)
     usual = target.usual_indices()[0]
     forms: dict[tuple, int] = {}
@@ -68,7 +68,7 @@ def layer_forms(config: dict[str, Any]) -> dict[tuple, int]:
 
 
 class ModuleFiles(Files):
-    """Of a checkpoint, the files that hold some tensors, and those tensors alone."""
+    """A checkpoint restricted to some of its tensors, and to the files that hold them."""
 
     def __init__(self, files: Files, names: Collection[str]) -> None:
         super().__init__(files.source, files.hub, files.allow_pickle)
@@ -96,7 +96,7 @@ class ModuleFiles(Files):
 
 
 class Shipped(Format):
-    """Modules under the names of their family (`naming.NAMINGS`)."""
+    """MTP modules under their family's names (`naming.NAMINGS`)."""
 
     kind = MtpConfig.kind
     engine, title = "mtp", "MTP modules of a model's own checkpoint"
@@ -160,7 +160,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         }  # fmt: skip
 
     def _layer(self, files: Files, k: int, j: int, layers: int, modules: Modules) -> dict[str, Tensor]:
-        """The tensors of layer j of module k by the checkpoint's names, as it stores them."""
+        """The tensors of layer j of module k, with the checkpoint's names and storage form."""
         naming, prefix, _ = modules
         start = naming.layer_prefixes(k, layers, prefix)[j]
         apart = {*naming.own_names(k, layers, files.names, prefix, bias=True).values()}
@@ -172,7 +172,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         }  # fmt: skip
 
     def _indices(self, files: Files, config: dict[str, Any], layers: int, modules: Modules) -> tuple[int, ...]:
-        """The target's layers that those of the modules are like, by their tensors. CheckpointError if none is."""
+        """For each module layer, the target layer of the same form, by its tensors. CheckpointError if none matches."""
         convert, forms = LayerTensors(config), layer_forms(config)
         found: list[int] = []
         for j in range(len(modules.naming.layers)):
@@ -237,7 +237,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
     def _other_layers(
         self, naming: Naming, head: MtpConfig, tensors: dict[str, Tensor], base: PreTrainedModel
     ) -> list[str]:
-        """Reasons why readers would take the modules' layers for others of the target's."""
+        """Reasons why readers would build the modules' layers in the form of a different target layer."""
         assert head.target_config and head.layer_indices
         target, forms = TargetLayers(head.target_config), layer_forms(head.target_config)
         for index in head.layer_indices:
@@ -273,7 +273,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         return ExportFiles(config, named, kept.new_file, {INDEX: kept.index(named)}, kept.links())
 
     def _named(self, naming: Naming, head: MtpConfig, tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-        """The head's tensors by the names of a family, in a target with so many layers."""
+        """The head's tensors by the family's names. layers: of the target."""
         assert head.target_config and head.layer_indices
         convert, prefix = LayerTensors(head.target_config), naming.prefixes[0]
         named: dict[str, Tensor] = {}
@@ -290,7 +290,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
 
 
 def _num_layers(config: dict[str, Any]) -> int:
-    """The number of the target's layers, by a config that may nest it; −1 if it does not say."""
+    """The number of the target's layers, from a config that may nest it; −1 if it is not given."""
     nested = table(config, _NESTED) or config
     value = nested.get("num_hidden_layers", nested.get("n_layer"))
     return value if type(value) is int else -1

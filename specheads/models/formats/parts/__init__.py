@@ -1,1 +1,1 @@
-"""What several formats translate alike: the decoder block, layer numbers, rotary positions, the draft vocabulary."""
+"""Translations that several formats share: the decoder block, layer numbers, rotary positions, the draft vocabulary."""

@@ -1,4 +1,4 @@
-"""A head's decoder block as in a Llama checkpoint: tensor names, and the keys of the config."""
+"""A head's decoder block as in a Llama checkpoint: tensor names and config keys."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_p
 
 
 def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_layernorm") -> dict[str, str]:
-    """Our name → theirs for decoder block i. theirs: the prefix of their names ("midlayer.", "layers.0."); norm: their
-    name of the first norm of a later block."""
+    """Our name → theirs for decoder block i. theirs: prefix of their names ("midlayer.", "layers.0."); norm: their name
+    for the first norm of a later block."""
     ours = f"blocks.{i}."
     names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
     names |= {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
@@ -38,10 +38,10 @@ def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_lay
 def block_options(
     files: Files, config: dict[str, Any], base: PreTrainedModel, layers: int, kind: str = "llama"
 ) -> dict[str, Any]:
-    """Head options from the config of a decoder; missing keys have transformers' defaults.
+    """Head options from a decoder's config; missing keys take transformers' defaults.
 
-    layers: the number that the tensors make up. kind: of the head's block, llama or qwen3. CheckpointError if heads
-    here have no such block.
+    layers: the number of blocks among the tensors. kind: of the head's block, llama or qwen3. CheckpointError if heads
+    here do not support such a block.
     """
     usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
     if (model_type := config.get("model_type", kind)) != kind:
@@ -82,8 +82,8 @@ def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -
 
 
 def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
-    """Does attention have biases? attention_bias: on all four matrices; qkv_bias: on three, as the EAGLE repository and
-    vLLM read it for a Llama's block. CheckpointError if the two contradict each other."""
+    """Does attention have biases? attention_bias means on all four matrices, qkv_bias on three, as the EAGLE repository
+    and vLLM read it for a Llama block. CheckpointError if the two contradict each other."""
     every, three = flag(config, "attention_bias"), flag(config, "qkv_bias")
     if three and kind != "llama":
         raise CheckpointError(f"{files}: its head has qkv_bias=true, which readers of {kind}'s block do not know")
@@ -95,7 +95,7 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
 
 
 def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
-    """The Llama config of a head's decoder, with every size."""
+    """The Llama config of a head's decoder, with every size given explicitly."""
     own = text_config(base)
     ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {

@@ -1,12 +1,12 @@
 """Which layers of the target an EAGLE-3 or parallel head reads, as each consumer numbers them.
 
-Ours are Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of layer i. Of EAGLE-3 three forms exist:
+We use Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of layer i. EAGLE-3 has three conventions:
   top level   eagle_aux_hidden_state_layer_ids: i is hs[i]       vLLM, speculators, llama.cpp
   nested      in eagle_config, under the same name: i is hs[i+1] SGLang, SpecForge, ModelOpt
   argument    eagle3_layers_to_capture: i is hs[i+1]             TensorRT-LLM
-Without any, all of them and the EAGLE repository take hs[2], hs[n // 2], hs[n − 3] of n layers; OpenVINO GenAI takes
-hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model names others (i is hs[i+1]).
-Of parallel heads two forms exist, which always name their layers:
+Without such a key, all of them and the EAGLE repository read hs[2], hs[n // 2], hs[n − 3] of n layers; OpenVINO GenAI
+reads hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model names others (i is hs[i+1]).
+Parallel heads have two conventions, and always name their layers:
   top level   aux_hidden_state_layer_ids: i is hs[i]             speculators, vLLM for what speculators wrote
   outputs     target_layer_ids, in dflash_config or at the top: i is hs[i+1]  z-lab, JetSpec, DeepSpec, ModelOpt, vLLM
 """
@@ -29,7 +29,7 @@ def usual_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def read_taps(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The hidden_states that the config names. CheckpointError if its two keys disagree, or there is no such layer."""
+    """The hidden_states that the config names. CheckpointError if its two keys disagree or a layer does not exist."""
     top, nested = wholes(config, KEY), wholes(table(config, "eagle_config"), KEY)
     found = {ids for ids in (top or None, nested and tuple(i + 1 for i in nested)) if ids}
     if len(found) > 1:
@@ -45,7 +45,7 @@ def read_taps(files: Files, config: dict[str, Any], num_layers: int) -> tuple[in
 
 
 def refusal_reason(taps: Sequence[int], num_layers: int) -> str:
-    """Why no consumer can read these layers; "" if one can."""
+    """Why no consumer can read these layers; "" if some can."""
     if list(taps) != sorted(set(taps)):
         return f"the layers read, hidden_states {list(taps)}, are not in ascending order, in which servers collect them"
     if outside := [tap for tap in taps if not 0 < tap < num_layers]:
@@ -72,7 +72,7 @@ def output_ids(taps: tuple[int, ...]) -> list[int]:
 
 
 def read_output_ids(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
-    """The hidden_states that a config names as outputs of layers. CheckpointError if it names none."""
+    """The hidden_states that a config names by layer outputs. CheckpointError if it names none."""
     if not (ids := wholes(config, key)):
         raise CheckpointError(f"{files}: its config has no {key}, the layers of the target that it reads")
     return tuple(i + 1 for i in ids)

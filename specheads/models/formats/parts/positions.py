@@ -1,7 +1,7 @@
-"""Rotary positions in foreign configs: how they are read and written, and which scaled ones a program supports.
+"""Rotary positions in foreign configs: reading, writing, and which scaled variants each program supports.
 
-Heads are published with rope_theta and rope_scaling, which transformers 4 and 5 read, or with rope_parameters, which
-replaces them in transformers 5.
+Heads are published with rope_theta and rope_scaling, which transformers 4 and 5 read, or with rope_parameters, their
+replacement in transformers 5.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim
 
 @dataclass(frozen=True)
 class Positions:
-    """The scaled positions that a program supports: types of rope, the options of YaRN that it uses, and whether it
-    uses rope_theta with them."""
+    """The scaled rotary positions that a program supports: its rope types, the YaRN options that it reads, and whether
+    it applies rope_theta with them."""
 
     types: tuple[str, ...] = ("linear", "llama3", "yarn")
     yarn: tuple[str, ...] = _YARN
     theta: bool = True
 
     def refusals(self, head: DecoderConfig) -> list[str]:
-        """Why it does not support the head's positions; [] if it does."""
+        """Why the program does not support the head's positions; [] if it does."""
         assert head.rope_parameters
         kind, theta = head.rope_parameters["rope_type"], head.rope_parameters["rope_theta"]
         if kind == "default":
@@ -48,11 +48,11 @@ EVERY = Positions()
 USUAL = Positions(yarn=("beta_fast", "beta_slow"))
 SGLANG = Positions(yarn=("beta_fast", "beta_slow", "truncate"))
 GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # Qwen3's blocks in llama.cpp
-LINEAR = Positions(("linear",), theta=False)  # code older than the other types
+LINEAR = Positions(("linear",), theta=False)  # for code that predates the other types
 
 
 def rope_keys(head: DecoderConfig) -> dict[str, Any]:
-    """Config keys that transformers 4 and 5 both read. `type` is for the EAGLE repository, which knows no rope_type."""
+    """Config keys that transformers 4 and 5 both read. `type` is for the EAGLE repository, which ignores rope_type."""
     assert head.rope_parameters
     scaling = {name: value for name, value in head.rope_parameters.items() if name != "rope_theta"}
     theta, kind = head.rope_parameters["rope_theta"], scaling["rope_type"]
@@ -62,8 +62,8 @@ def rope_keys(head: DecoderConfig) -> dict[str, Any]:
 def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
     """The rope_parameters of a config. Default: plain RoPE with a base of 10000, since consumers ignore the target's.
 
-    CheckpointError if the two spellings disagree, or only a part of each attention head is rotated. Whatever else no
-    head supports is refused by the head's options.
+    CheckpointError if the two spellings disagree, or only part of each attention head is rotated. Anything else that
+    no head supports is refused by the head's options.
     """
     longest, original = whole(config, "max_position_embeddings", 2048), config.get("original_max_position_embeddings")
     found = []
@@ -77,7 +77,7 @@ def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
         if original is not None:
             rope = {**rope, "original_max_position_embeddings": original}
         filled = {**complete_rope(rope, longest), "rope_theta": real(config | rope, "rope_theta", USUAL_THETA)}
-        if filled["rope_type"] == "default":  # nothing else applies to it
+        if filled["rope_type"] == "default":  # it takes no other options
             filled = {name: filled[name] for name in ("rope_type", "rope_theta")}
         if table(config, name):
             found.append(filled)

@@ -1,4 +1,4 @@
-"""The draft vocabulary in foreign forms: offsets d2t with or without t2d, or a map of target ids.
+"""The draft vocabulary in foreign formats: offsets d2t with or without t2d, or a list of target ids.
 
 Shapes: V vocabulary, Vd draft vocabulary.
 """
@@ -14,10 +14,10 @@ from specheads.models.formats.files import Files
 
 
 def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor], set[str]]:
-    """Our d2t and t2d from the file's, and the names used. t2d may be missing; both may be missing if Vd = V."""
+    """Our d2t and t2d from the file's, and the names used. t2d may be missing, and d2t too if Vd = V."""
     consumed = {"d2t", "t2d"} & set(files.shapes)
     if "d2t" in consumed:
-        ids = _integers(files, "d2t", draft)  # checks the size before the arange: a config's claim allocates nothing
+        ids = _integers(files, "d2t", draft)  # checks the size before arange: untrusted configs allocate nothing
         ids = ids + torch.arange(draft)
     elif draft == vocab:
         ids = torch.arange(vocab)
@@ -57,5 +57,5 @@ def _integers(files: Files, name: str, size: int) -> Tensor:
 
 
 def offsets(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """d2t and t2d to write; {} if Vd = V, since vLLM raises on a d2t that it does not expect."""
+    """d2t and t2d as offsets, to be written; {} if Vd = V, since vLLM raises on an unexpected d2t."""
     return {} if len(tensors["d2t"]) == len(tensors["t2d"]) else {"d2t": tensors["d2t"], "t2d": tensors["t2d"]}

@@ -1,1 +1,1 @@
-"""Timing decoders against one another on the same prompts, and reporting it."""
+"""Timing decoders against one another on the same prompts, and reporting the results."""

@@ -1,7 +1,7 @@
-"""What a cascade's reviews cost, and the standardised walltime improvement (SWI) that follows.
+"""The cost of a cascade's reviews, and the standardised walltime improvement (SWI) computed from it.
 
-C = Σ reviews · cost over the target and its drafts, n-grams free; SWI = tokens · the target's cost / C, the speed-up
-over one token a pass if nothing but passes took time. Cascade Speculative Drafting, arXiv:2312.11462.
+C = Σ reviews · cost over the target and its drafts, n-grams being free; SWI = tokens · the target's cost / C, the
+speed-up over one token per pass if only passes took time. Cascade Speculative Drafting, arXiv:2312.11462.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
 
-# The published ones; keys are parts of model names. model_parameters are millions (the published 70000 for 7b, and for
-# every other llama, is a slip), previous_work a share of T5-XXL's time.
+# The published costs; keys are parts of model names. model_parameters: millions (the published 70000 for 7b, and for
+# every other llama, is a slip); previous_work: share of T5-XXL's time.
 COST_MODELS: dict[str, dict[str, float]] = {
     "model_parameters": {
         "xxl": 11300, "xl": 3000, "large": 770, "base": 220, "small": 60,
@@ -30,9 +30,9 @@ COST_MODELS: dict[str, dict[str, float]] = {
 
 
 def published(cost_model: str, names: Sequence[str | None]) -> list[float]:
-    """The cost of one pass of each model by its name ("google/flan-t5-xxl"); None, an n-gram, is free.
+    """The cost of one pass of each model, looked up by name ("google/flan-t5-xxl"); None, an n-gram, is free.
 
-    ValueError for an unknown cost model, and for a name it does not know or that fits several of its entries.
+    ValueError for an unknown cost model, and for a name that matches none or several of its entries.
     """
     if cost_model not in COST_MODELS:
         raise ValueError(f"cost_model={cost_model!r} is none of {', '.join(COST_MODELS)}; measured() times models here")
@@ -55,8 +55,8 @@ def measured(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:  # fmt: skip
     """Seconds of one pass of each model over `num_tokens` tokens after `length` cached ones: the median of `repeats`,
-    in which the models take turns. None, an n-gram, is free. Of an encoder-decoder, a pass of the decoder, after as
-    many tokens of its encoder, which reads once."""
+    in each of which the models take turns. None, an n-gram, is free. For an encoder-decoder: a pass of the decoder,
+    with as many encoder tokens, which are encoded once."""
     for name, value in (("num_tokens", num_tokens), ("length", length), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -81,7 +81,7 @@ def _one_pass(model: PreTrainedModel, num_tokens: int, length: int, clock: Calla
 
     def run() -> float:
         began = clock()
-        # Reading a number waits for the device.
+        # Reading a number makes the host wait for the device.
         float(target.verify(tree).logits[0, 0, 0])
         return clock() - began
 
@@ -89,14 +89,14 @@ def _one_pass(model: PreTrainedModel, num_tokens: int, length: int, clock: Calla
 
 
 def total_cost(reviews: Sequence[int], costs: Sequence[float]) -> float:
-    """C: reviews and the cost of one, by model."""
+    """C, the total cost. reviews: number by model; costs: of one review, by model."""
     if len(reviews) != len(costs):
         raise ValueError(f"{len(reviews)} counts of reviews but {len(costs)} costs; give one of each a model")
     return sum(count * cost for count, cost in zip(reviews, costs, strict=True))
 
 
 def walltime_improvement(num_tokens: int, reviews: Sequence[int], costs: Sequence[float]) -> float:
-    """SWI of generating num_tokens. reviews and costs begin with the target's; `Cascade.reviews` are the others."""
+    """SWI of generating num_tokens. reviews and costs start with the target's; `Cascade.reviews` has the others."""
     cost = total_cost(reviews, costs)
     if not cost:
         raise ValueError(f"reviews {list(reviews)} at costs {list(costs)} come to nothing, so there is no SWI")

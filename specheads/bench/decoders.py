@@ -1,8 +1,8 @@
-"""The decoders a race compares: transformers' own generate(), eager and compiled, its assisted generation and prompt
-lookup, our plain loop, and whatever drafts in it.
+"""The decoders that a race compares: transformers' generate(), eager and compiled, its assisted generation and prompt
+lookup, and our loop, plain or with any drafter.
 
-A batch is input_ids and attention_mask (B, T), `limits` where each row has its own most new tokens, and `seeds` of the
-rows where they are sampled.
+A batch is input_ids and attention_mask (B, T), `limits` (each row's most new tokens) if they differ between rows, and
+`seeds` of the rows if they are sampled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from specheads.decoding.target.arguments import cache_argument
 from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with
-PARTS = ("prefill", "draft", "verify", "accept", "step", "other")  # of a call; step: of a whole compiled one
+PARTS = ("prefill", "draft", "verify", "accept", "step", "other")  # of a call; step: a whole compiled step
 
 
 def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **options: Any) -> float:
-    """Tokens that a step yields, the prefill's left out. options: of generate()."""
+    """Mean tokens per step, without the prefill. options: of generate()."""
     yielded = []
     for batch in batches:
         out: Any = model.generate(**batch, draft="head", return_dict_in_generate=True, **options)
@@ -44,9 +44,9 @@ def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **optio
 
 
 def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:
-    """base.generate(), greedy unless options say otherwise: prompt_lookup_num_tokens=…, do_sample=True, say.
+    """base.generate(), greedy by default. options: its arguments, such as prompt_lookup_num_tokens=… or do_sample=True.
 
-    The seed of a batch's first row seeds torch's global generator, from which it draws all rows."""
+    The seed of a batch's first row seeds torch's global generator, from which all rows are sampled."""
     given: dict[str, Any] = {"do_sample": False, **options}
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
@@ -54,7 +54,7 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
         if seeds is not None:
             torch.manual_seed(seeds[0])
         with torch.no_grad():
-            # The batch runs until its longest text ends, as any batch that is not refilled.
+            # The batch runs until its longest text ends, like any batch that is not refilled.
             out = cast(Any, base).generate(**inputs, max_new_tokens=max(limits), streamer=watch, **given)
         return Output(cut(new_tokens(base, inputs, out), limits))
 
@@ -64,10 +64,10 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
 def transformers_static(
     base: PreTrainedModel, max_new_tokens: int, longest: int, *, backend: str = "inductor", **options: Any
 ) -> Decoder:
-    """base.generate() over a static cache with torch.compile, as a user compiles it by hand: the prefill is eager, each
-    step runs in one graph. longest: most tokens of a prompt; the cache has room for it whatever the prompt, so that
-    nothing is compiled again. backend: of torch.compile. options: as above."""
-    # A graph for each batch size; without dynamic=False the second makes a slower one for any.
+    """base.generate() with a static cache and torch.compile, as a user would compile it by hand: the prefill is eager,
+    each step runs in one graph. longest: tokens in the longest prompt; the cache always has room for it, so nothing is
+    recompiled. backend: of torch.compile. options: as for transformers_generate."""
+    # One graph per batch size. Without dynamic=False, the second size compiles a slower one for all sizes.
     mode = "reduce-overhead" if base.device.type == "cuda" and backend == "inductor" else "default"
     compiling = CompileConfig(mode=mode, dynamic=False, backend=backend)
     compiling._compile_all_devices = True  # type: ignore[assignment]
@@ -88,8 +88,8 @@ def transformers_assisted(
     base: PreTrainedModel, small: PreTrainedModel, max_new_tokens: int, sampling: dict[str, Any] | None = None,
     **options: Any,
 ) -> Decoder:  # fmt: skip
-    """transformers' assisted generation, greedy unless `sampling` says otherwise. options: of the small model's
-    generation config, which governs it."""
+    """transformers' assisted generation, greedy unless `sampling` says otherwise. options: for the small model's
+    generation config, which controls drafting."""
     run = transformers_generate(base, max_new_tokens, assistant_model=small, **(sampling or {}))
 
     def configured(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
@@ -107,12 +107,12 @@ def specheads_generate(
     model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | str | Drafter = True,
     plan: Plan | None = None, accept: Acceptance | None = None, batch_size: int | None = None, **options: Any,
 ) -> Decoder:  # fmt: skip
-    """Our loop with the head of `model`, or another drafter; draft=False (or a bare base): one token a step. A text,
-    "auto", is for the generate() of a SpecModel.
+    """Our loop with the head of `model` or another drafter; draft=False (or a bare base): one token per step. A string,
+    such as "auto", is passed to SpecModel.generate().
 
-    batch_size: so many rows of a batch are decoded at a time, and the next one takes the place of one that has ended;
-    None: all at once. Greedy, unless the options say otherwise in generate()'s words: do_sample=True, temperature=…,
-    compile=True. A row's text depends on its own seed alone.
+    batch_size: number of rows decoded at a time, a finished row being replaced by the next prompt; None: all at once.
+    Greedy by default. options: generate()'s arguments, such as do_sample=True, temperature=… or compile=True. A row's
+    text depends only on its own seed.
     """
     base = model.base if isinstance(model, SpecModel) else model
     own = model.head if isinstance(model, SpecModel) else None
@@ -163,14 +163,14 @@ def specheads_generate(
 
 
 def counts(gains: list[list[int]]) -> dict[str, Any]:
-    """What samples read of statistics, of the tokens that each row gained in each of its steps."""
+    """The statistics that samples use. gains: per row the tokens gained in each of its steps."""
     later = [gained for row in gains for gained in row[1:]]
     return {"rows_stepped": len(later), "gained": sum(later)}
 
 
 class PartTimer:
-    """Seconds of one call of generate(), by part of the loop, and its steps. On a GPU they are the host's: what the
-    device computes counts where the host waits for it."""
+    """Seconds of one call of generate() by part of the loop, and its number of steps. On a GPU this is the host's time:
+    the device's work counts for the part in which the host waits for it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -181,7 +181,7 @@ class PartTimer:
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
-        if part == "other":  # with which each step of the loop begins
+        if part == "other":  # each step of the loop begins with it
             self.steps += 1
             if (wait := await_turn.get()) is not None:
                 wait()

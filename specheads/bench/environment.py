@@ -1,4 +1,4 @@
-"""The hardware and versions a figure belongs to."""
+"""The hardware and versions with which a figure was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specheads.version import __version__
 
 
 def environment() -> dict[str, Any]:
-    """Hardware and versions; no name of the machine or of a place on it."""
+    """Hardware and versions, without the machine's name or any path on it."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": cpu_name(),
@@ -31,12 +31,12 @@ def environment() -> dict[str, Any]:
 
 
 def count_noun(number: int, noun: str) -> str:
-    """`1 core`, `2 cores`."""
+    """A number with its noun, such as `1 core` or `2 cores`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def line(record: dict[str, Any]) -> str:
-    """`2 cores of AMD EPYC, 2 threads, load 0.4; Linux x86_64, Python 3.11.9, torch 2.13.0, …`."""
+    """One line such as `2 cores of AMD EPYC, 2 threads, load 0.4; Linux x86_64, Python 3.11.9, torch 2.13.0, …`."""
     where = f"{count_noun(record['cores'], 'core')} of {record['cpu']}, {count_noun(record['torch_threads'], 'thread')}"
     if record["load_average"] is not None:
         where += f", load {record['load_average']}"

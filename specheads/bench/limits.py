@@ -1,5 +1,5 @@
-"""What a batch says of each of its rows beside the ids: `limits`, the most new tokens, where they are not one number
-for all; `seeds`, of the sampling."""
+"""Options that a batch gives each row besides its ids: `limits`, the most new tokens, if they differ between rows;
+`seeds`, for sampling."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def draw_numbers(count: int, low: int, high: int, seed: int, use: str) -> list[int]:
-    """`count` whole numbers from low to high, both included; the same for the same seed and use, those of another use
-    independent of them."""
+    """`count` random integers from low to high, both included. The same seed and use give the same numbers; different
+    uses give independent ones."""
     coin = random.Random(f"{seed} {use}")
     return [coin.randint(low, high) for _ in range(count)]
 
 
 def take_row_options(batch: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[int], list[int] | None]:
-    """The batch without its limits and seeds; the most new tokens of each row; the seed of each, None without."""
+    """The batch without its limits and seeds; each row's most new tokens; each row's seed, or None without seeds."""
     inputs = dict(batch)
     seeds = inputs.pop("seeds", None)
     return inputs, inputs.pop("limits", None) or [max_new_tokens] * len(inputs["input_ids"]), seeds

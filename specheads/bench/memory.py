@@ -1,4 +1,4 @@
-"""The bytes of tensors alive at once under a block of code, counted as they are made, on any device, meta too."""
+"""The peak bytes of live tensors in a block of code, counted as tensors are created, on any device, including meta."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """peak: the most bytes that were alive at once of storages made inside; live: those that are now."""
+    """Counts the bytes of storages created in the block. peak: the most alive at once; live: alive now."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prompts to measure on: from the standard library's held-out files, from installed packages, or from a file."""
+"""Prompts for benchmarks: from the standard library's held-out files, from installed packages, or from a file."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PACKAGES = ("rich", "click", "markdown_it", "pygments", "typer", "httpx2")  # no
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and the category of it that its file or package gives."""
+    """A text or conversation, and its category, as given by its file or package."""
 
     asked: str | Conversation
     category: str | None = None
 
 
 def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out: list[str] | None = None) -> list[str]:
-    """`count` texts of about `num_tokens` tokens out of as many held-out files, each from the start of a line a third
-    of the way in. The same for the same files; ValueError where too few files are long enough."""
+    """`count` texts of about `num_tokens` tokens, each from a different held-out file, starting with a line a third of
+    the way in. The same for the same files; ValueError if too few files are long enough."""
     usable = _pieces(tokenizer, (text for _, text in corpus.texts("held_out", held_out)), num_tokens)
     if len(usable) < count:
         raise ValueError(f"{count} prompts asked for, but only {len(usable)} held-out files are long enough")
@@ -41,10 +41,10 @@ def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out:
 def package_prompts(
     tokenizer: Any, count: int, num_tokens: int = 64, packages: Iterable[str] = PACKAGES
 ) -> tuple[list[Prompt], list[str]]:
-    """`count` such texts out of the source of installed packages, in equal shares as far as their files go, and the
+    """`count` such texts from the source of installed packages, in equal shares as far as their files suffice, and the
     names of the packages that are not installed. A prompt's category is its package.
 
-    ValueError where too few files are long enough."""
+    ValueError if too few files are long enough."""
     pieces: dict[str, list[str]] = {}
     missing = []
     for name in packages:
@@ -70,11 +70,11 @@ def package_prompts(
 
 
 def _pieces(tokenizer: Any, texts: Iterable[str], num_tokens: int) -> list[str]:
-    """Of each text that is long enough: `num_tokens` tokens from the start of a line a third of the way in."""
+    """From each text that is long enough: `num_tokens` tokens, starting with a line a third of the way in."""
     pieces = []
     for text in texts:
         start = text.find("\n", len(text) // 3) + 1
-        # 12 characters a token is more than code has, so the piece is long enough where the file is.
+        # Code has fewer than 12 characters per token, so this much text suffices if the file is long enough.
         ids = tokenizer(text[start : start + 12 * num_tokens])["input_ids"][:num_tokens]
         if start and len(ids) == num_tokens:
             pieces.append(tokenizer.decode(ids, skip_special_tokens=True))
@@ -82,28 +82,28 @@ def _pieces(tokenizer: Any, texts: Iterable[str], num_tokens: int) -> list[str]:
 
 
 def evenly_spaced(items: Sequence[T], count: int | None) -> list[T]:
-    """At most `count` of the items, the first among them. None: all."""
+    """At most `count` of the items, evenly spaced, including the first. None: all."""
     return [items[i] for i in spaced_indices(len(items), count)]
 
 
 def spaced_indices(size: int, count: int | None) -> list[int]:
-    """At most `count` of `size` indices, evenly spaced. None: all."""
+    """At most `count` of the indices below `size`, evenly spaced. None: all."""
     count = size if count is None else min(count, size)
     return [i * size // count for i in range(count)]
 
 
 def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:
-    """What read_prompts gives, without the categories."""
+    """The prompts of read_prompts, without categories."""
     return [prompt.asked for prompt in read_prompts(path, count, chat=chat)]
 
 
 def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) -> list[Prompt]:
-    """Prompts of a .jsonl file (each line a string, or an object with `messages` or another form of chat, `turns` as in
-    Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, or `text`), else one a line. It may be gzipped.
-    Where the name does not say which, as of a pipe, the first line does: a JSON object, or a prompt.
+    """Prompts from a .jsonl file (each line a string, or an object with `messages` or another form of chat, `turns` as
+    in Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, or `text`), or from a text file, one per line. It
+    may be gzipped. If the name does not tell, as for a pipe, the first line does: a JSON object or a plain prompt.
 
-    `messages` and `turns` are asked up to the first turn of the user; chat: the other prompts are such a turn too. A
-    `category` is kept. OSError for a file that cannot be read, ValueError with the line for one that makes no sense.
+    `messages` and `turns` are used up to the user's first turn; chat: other prompts become such a turn too. A
+    `category` is kept. OSError if the file cannot be read; ValueError, with the line, if a line cannot be used.
     """
     prompts: list[Prompt] = []
     try:
@@ -113,7 +113,7 @@ def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) ->
         raise ValueError(f"{path} is no whole gzip file: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(undecodable_line(path) or f"{path} is not UTF-8 text: {error}") from error
-    lines = text.replace("\r\n", "\n").split("\n")  # and not at U+2028, as in JSON
+    lines = text.replace("\r\n", "\n").split("\n")  # not at U+2028, which JSON strings may contain
     is_json = _is_json(path, lines)
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""A decoder over more prompts than its batch has rows: batch after batch, none refilled."""
+"""Runs a decoder on more prompts than its batch has rows, batch after batch, without refilling rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COUNTS = ("gained", "rows_stepped", "steps")
 
 
 def batch_by_batch(decode: Decoder, size: int) -> Decoder:
-    """The decoder, which gets `size` rows at a time. What it gives and how long it takes are those of all batches."""
+    """A decoder that runs `decode` on `size` rows at a time. Its output and time are those of all batches together."""
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
         if len(batch["input_ids"]) <= size:
@@ -22,7 +22,7 @@ def batch_by_batch(decode: Decoder, size: int) -> Decoder:
 
 
 def split(batch: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """Parts of `size` rows, the last may be smaller, without the columns that are padding in all of them."""
+    """Parts of `size` rows (the last may have fewer), each without columns that are padding in all its rows."""
     for start in range(0, len(batch["input_ids"]), size):
         part = {name: values[start : start + size] for name, values in batch.items()}
         real = part["attention_mask"].bool().any(0)
@@ -32,7 +32,7 @@ def split(batch: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
 
 
 def join_outputs(outputs: Sequence[Output]) -> Output:
-    """One output of several. What one of them does not report is left out."""
+    """Several outputs joined into one, without what any of them does not report."""
     seconds = [output.seconds for output in outputs if output.seconds is not None]
     known = [name for name in COUNTS if all(name in output.statistics for output in outputs)]
     return Output(

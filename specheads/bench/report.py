@@ -1,4 +1,4 @@
-"""A race as plain values, as a Markdown table and as files."""
+"""A race's results as plain values, as a Markdown table and as files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ COLUMNS = ("decoder", "tokens/s", "speed-up", "95 %", "accepted length", "same t
 
 
 def summary(result: Race, reference: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
-    """Decoder → is it the reference, its figures(), tokens_per_second_of_each_repeat, and over all repeats whether its
-    texts are the reference's (`identical`) and where not (`differs_at`)."""
+    """Decoder → whether it is the reference, its figures(), tokens_per_second_of_each_repeat, and whether its texts
+    equal the reference's in all repeats (`identical`), or where they differ (`differs_at`)."""
     rounds = rounds_of(result, reference)
     rows: dict[str, dict[str, Any]] = {}
     for name in result.runs:
@@ -43,7 +43,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def format_interval(row: dict[str, Any]) -> str:
-    """The interval of a speed-up, which the reference's own has none of."""
+    """The interval of a speed-up as text; the reference has none."""
     interval = None if row["reference"] else row["speed_up_interval"]
     return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
 
@@ -77,7 +77,7 @@ def write(folder: Path, name: str, text: str, record: dict[str, Any]) -> list[Pa
     """Write name.md and name.json into `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.md", folder / f"{name}.json"]
-    # resolved, so that a link stays one
+    # resolved, so that a symbolic link is not replaced by a file
     write_whole(paths[0].resolve(), text)
     write_whole(paths[1].resolve(), json.dumps(record, indent=2) + "\n")
     return paths

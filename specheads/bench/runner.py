@@ -1,4 +1,4 @@
-"""Race decoders on the same prompts: interleaved, so that a machine that slows down slows them all, and repeated."""
+"""Race decoders on the same prompts: repeated, and interleaved, so that a machine that slows down affects all alike."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 
 Clock = Callable[[], float]
 
-# Of a race in which decoders take turns at each step: called when a step begins, and returns when it is this decoder's
-# turn again. None, the default: it is always its turn.
+# For races in which decoders take turns at each step: called when a step begins; returns when it is this decoder's turn
+# again. None, the default: decoders do not take turns.
 await_turn: ContextVar[Callable[[], None] | None] = ContextVar("await_turn", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """tokens: the generated ids of each row. statistics: of generate(), if the decoder has them.
+    """tokens: the generated ids of each row. statistics: those of generate(), if the decoder has them.
 
-    gains: per row the tokens of each step, the prefill first; parts: seconds by part of the loop; both empty where the
-    decoder does not report them. seconds: by the decoder's own clock, if it runs in another process. accepted: as
-    gains, how many of the tokens were drafted, if the decoder has it.
+    gains: per row the tokens gained in each step, the prefill first; parts: seconds by part of the loop; both empty if
+    the decoder does not report them. seconds: by the decoder's own clock, if it runs in another process. accepted: like
+    gains, but only drafted tokens, if the decoder counts them.
     """
 
     tokens: list[list[int]]
@@ -38,10 +38,10 @@ class Output:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """A streamer: the time of each step, and how many tokens it gave. Only for batches of one row."""
+    """A streamer that records each step's time and number of tokens. Only for batches of one row."""
 
     clock: Clock
-    marks: list[tuple[int, float]] = field(default_factory=list)  # tokens so far, when
+    marks: list[tuple[int, float]] = field(default_factory=list)  # (tokens so far, time)
     prompt_seen: bool = False
 
     def put(self, value: Any) -> None:
@@ -59,7 +59,7 @@ Decoder = Callable[[dict[str, Any], Stopwatch | None], Output]
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One prompt batch through one decoder. steps: (tokens gained, seconds) each, of batches of one row."""
+    """One prompt batch through one decoder. steps: (tokens gained, seconds) of each, only for batches of one row."""
 
     output: Output
     seconds: float
@@ -71,7 +71,7 @@ class TimedRun:
 
     @property
     def gains(self) -> list[list[int]]:
-        """Per row the tokens of each step, the prefill first; empty if unknown."""
+        """Per row the tokens gained in each step, the prefill first; empty if unknown."""
         return self.output.gains or ([[gained for gained, _ in self.steps]] if self.steps else [])
 
 
@@ -86,7 +86,7 @@ class Race:
         return [sum(r.num_tokens for r in runs) / sum(r.seconds for r in runs) for runs in self.runs[name]]
 
     def differing(self, name: str, reference: str) -> list[tuple[int, int, int]]:
-        """(prompt batch, row, token) of the first difference between two texts, in any repeat; [] if all are equal."""
+        """(prompt batch, row, token) of the first difference of each pair of texts that differ in any repeat."""
         found = set()
         for own, other in zip(self.runs[name], self.runs[reference], strict=True):
             for i, (mine, theirs) in enumerate(zip(own, other, strict=True)):
@@ -97,7 +97,7 @@ class Race:
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """Where two texts first differ; at the end of the shorter if it begins the longer, None if they are equal."""
+    """Index at which two texts first differ; the shorter one's length if it is a prefix of the other; None if equal."""
     if tokens == others:
         return None
     pairs = enumerate(zip(tokens, others, strict=False))
@@ -115,9 +115,9 @@ def race(
 ) -> Race:
     """Run every decoder on every batch of prompts `repeats` times, after one untimed warm-up each.
 
-    The decoders take turns at each batch, in an order drawn anew. budget: seconds that no further repeat may
-    exceed, nor a further batch of the first repeat; what is skipped is skipped for every decoder. report(fraction,
-    decoder) is called before each run.
+    The decoders take turns at each batch, in an order drawn anew. budget: seconds; a repeat, or in the first repeat a
+    batch, that is likely to exceed them is skipped, for every decoder. report(fraction, decoder) is called before each
+    run.
     """
     if not batches or not decoders:
         raise ValueError(f"a race needs prompts and decoders, not {len(batches)} and {len(decoders)}")
@@ -147,9 +147,9 @@ def race(
 
 
 def freeze_heap() -> None:
-    """What the warm-ups have left is not looked through for garbage again: after compiling that takes up to seconds,
-    which would count as the time of whichever decoder runs then."""
-    gc.unfreeze()  # what those of another cell left, and nobody needs any more
+    """Exclude the objects left by warm-ups from garbage collection. After compiling, a collection can take seconds,
+    which would be counted as the time of whichever decoder is running."""
+    gc.unfreeze()  # so that the objects of an earlier cell, no longer needed, can be collected
     gc.collect()
     gc.freeze()
 
@@ -165,8 +165,8 @@ class Turn:
 
 def turns(names: Sequence[str], num_batches: int, repeats: int) -> Iterator[Turn]:
     """Every prompt batch in every repeat. All decoders run on a batch before the next one, in an order drawn anew each
-    time, so that none always runs in the caches and memory that one other leaves. The draws are the same in every run.
-    """
+    time, so that none always finds caches and memory as the same other one left them. The orders are the same in every
+    run."""
     draw = random.Random(0)
     for repeat in range(repeats):
         for batch in range(num_batches):
@@ -174,8 +174,8 @@ def turns(names: Sequence[str], num_batches: int, repeats: int) -> Iterator[Turn
 
 
 def _overruns(seconds: float, turn: Turn, budget: float) -> bool:
-    """Would the repeat that this turn begins, or in the first repeat this batch, end after the budget, if it took as
-    long as those in the `seconds` before it?"""
+    """Would the repeat that starts with this turn (in the first repeat: this batch) end after the budget, if it took as
+    long as the earlier ones did on average? seconds: taken so far."""
     if turn.batch:
         return not turn.repeat and seconds * (turn.batch + 1) / turn.batch > budget
     return bool(turn.repeat) and seconds * (turn.repeat + 1) / turn.repeat > budget
@@ -196,10 +196,11 @@ def time_by_steps(
 ) -> dict[str, TimedRun | BaseException]:
     """One prompt batch through all decoders, which take turns at each step, in an order drawn anew each time.
 
-    What slows the machine down for a moment slows all of them, so their ratios are steadier than those of whole texts
-    in turn. But each finds less in the processor's caches than it would by itself.
+    Whatever slows the machine down for a moment affects all of them, so their ratios are steadier than with turns of
+    whole texts. But each finds less in the processor's caches than it would alone.
 
-    A decoder that does not report its steps takes one turn for the whole text. Where one raises, that is its result.
+    A decoder that does not report its steps takes one turn for the whole text. If one raises, the exception is its
+    result.
     """
     threads = {name: _Stepper(decoder, batch, clock) for name, decoder in decoders.items()}
     draw, waiting = random.Random(0), list(threads)
@@ -211,7 +212,7 @@ def time_by_steps(
 
 
 class _Stepper(Thread):
-    """One decoder in a thread of its own, of which one runs at a time. result: None until it is done."""
+    """One decoder in its own thread; only one such thread runs at a time. result: None until it is done."""
 
     def __init__(self, decoder: Decoder, batch: dict[str, Any], clock: Clock) -> None:
         super().__init__(daemon=True)
@@ -232,7 +233,7 @@ class _Stepper(Thread):
         await_turn.set(self._await_turn)
         try:
             self.result = time_batch(self.decoder, self.batch, lambda: self.clock() - self.waited)
-        except BaseException as error:  # for whoever waits for the result
+        except BaseException as error:  # handed to whoever reads the result
             self.result = error
         finally:
             self.paused.release()

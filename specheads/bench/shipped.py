@@ -13,12 +13,12 @@ from specheads.data import corpus
 from specheads.models.convert import load_head
 from specheads.models.spec_model import SpecModel
 
-# Of the shipped heads that `bench` and the demo compare.
+# Labels of the shipped heads that `bench` and the demo compare, by folder.
 LABELS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 def find_base(checkpoints: Path | None) -> Path:
-    """base/ in `checkpoints`, else in the shipped folder. FileNotFoundError if there is none."""
+    """base/ in `checkpoints`, or in the shipped folder if that is None. FileNotFoundError if it does not exist."""
     base = (checkpoints or corpus.checkpoints_dir()) / "base"
     if not (base / "config.json").is_file():
         raise FileNotFoundError(f"no base model at {base}: give --checkpoints a folder that holds base/")
@@ -26,9 +26,9 @@ def find_base(checkpoints: Path | None) -> Path:
 
 
 def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """The model in float32, in which all decoders agree on the best token, and its tokenizer.
+    """The model and its tokenizer. It is in float32, in which all decoders agree on the likeliest token.
 
-    device None: the GPU if there is one.
+    device None: the GPU if there is one, else the CPU.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -36,7 +36,7 @@ def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, A
 
 
 def held_out_names(base: Path) -> list[str]:
-    """The files that the base was not trained on: as it records them, else by the usual rule."""
+    """The files that the base was not trained on, as recorded with it, else by the default rule."""
     recorded = base / "held_out.txt"
     return recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
 
@@ -44,9 +44,9 @@ def held_out_names(base: Path) -> list[str]:
 def load_heads(
     model: PreTrainedModel, folder: Path, names: Iterable[str] = LABELS, *, missing: Callable[[str], None] | None = None
 ) -> dict[str, SpecModel]:
-    """Label → head, for the heads of `folder`, beside `model` and in its dtype.
+    """Label → head, for the heads in `folder`, loaded onto `model` in its dtype.
 
-    missing(line) is called for a head that is not there; without it that is an error."""
+    missing(line) is called for a head that does not exist; without `missing` that is an error."""
     heads = {}
     for name in names:
         if missing is not None and not (folder / name / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Which head, tree and depth would be fastest here: from recorded texts and measured costs, without decoding again.
+"""Finds the head, tree and depth that would be fastest here from recorded texts and measured costs, without decoding.
 
 Shapes: R scored positions, S drafted depths; ranks (R, S) as DraftHead.loss reports them.
 """
@@ -20,14 +20,14 @@ from specheads.losses.metrics import depths_reached
 from specheads.models.calibration import calibrate_tree, measure_ranks
 from specheads.models.spec_model import SpecModel
 
-RANKS = 5  # of each depth that are counted
+RANKS = 5  # ranks counted at each depth
 COPIES = (3, 5, 10, 15)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to draft. nodes: verified per row and step, root included; accepted_length: tokens per row and step; ms: of
-    a step; batch: its rows."""
+    """A way to draft. nodes: verified per row and step, including the root; accepted_length: tokens per row and step;
+    ms: milliseconds per step; batch: number of rows."""
 
     drafter: str
     tree: str
@@ -38,13 +38,13 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch."""
+        """Of the whole batch, not per row."""
         return self.batch * self.accepted_length / self.ms * 1e3
 
 
 def recorded_ranks(model: SpecModel, record: Record) -> list[Tensor]:
-    """Of each text the head's ranks (R, S) of its tokens after the first, which no draft precedes, in one forward pass
-    of base and head. Texts that are no longer than the drafted depth are left out; ValueError if all are."""
+    """For each text, the head's ranks (R, S) of its tokens after the first (which is never drafted), from one forward
+    pass of base and head. Texts no longer than the drafted depth are skipped; ValueError if all are."""
     depth = model.head.scored_depths
     rows = [
         {"input_ids": [*prompt, *output], "labels": [*[-100] * (len(prompt) + 1), *output[1:]]}
@@ -57,8 +57,8 @@ def recorded_ranks(model: SpecModel, record: Record) -> list[Tensor]:
 
 
 def length_by_steps(tree: StaticTree, texts: Sequence[Tensor]) -> float:
-    """Accepted length of this static tree in decoding texts of these ranks: of each, steps that begin where the one
-    before ended. A mean over all positions is higher where drafts come easily, as most of those begin no step."""
+    """Accepted length of this static tree when decoding texts with these ranks, each step starting where the one before
+    ended. A mean over all positions would be too high: it counts easily drafted positions at which no step starts."""
     tokens = steps = 0
     for ranks in texts:
         gains, position = (1 + depths_reached(tree, ranks)).tolist(), 0
@@ -70,7 +70,7 @@ def length_by_steps(tree: StaticTree, texts: Sequence[Tensor]) -> float:
 
 
 def acceptance_of(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
-    """By depth and rank, the share of tokens of that rank where the likeliest drafts above were all right."""
+    """By depth and rank, the share of tokens with that rank, where the top draft was right at every earlier depth."""
     shares, right = [], torch.ones(len(ranks), dtype=torch.bool)
     for column in ranks.T:
         known = column[right]
@@ -82,8 +82,8 @@ def acceptance_of(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
 
 
 def search_head(name: str, texts: Sequence[Tensor], costs: StepCosts, length: int) -> list[Candidate]:
-    """The head's chains, and for each size the fastest tree counted on these texts, of ranks (R, S) each, after
-    `length` tokens, in the batch that the costs were measured for."""
+    """The head's chains and, for each tree size, the fastest tree calibrated on these texts. texts: ranks (R, S) each;
+    length: tokens of context. The batch is the one that the costs were measured for."""
     ranks = torch.cat([*texts])
     depths = ranks.shape[1]
     found = [chain(n) for n in CHAINS if n <= depths]
@@ -96,7 +96,7 @@ def search_head(name: str, texts: Sequence[Tensor], costs: StepCosts, length: in
 
 
 def search_copies(record: Record, costs: StepCosts, length: int) -> list[Candidate]:
-    """Plain decoding, and prompt lookup replayed over the record, in the batch that the costs were measured for."""
+    """Plain decoding, and prompt lookup replayed over the record, for the batch that the costs were measured for."""
     batch = costs.batch
     found = [Candidate("none", "", 1, 1.0, costs.step(batch, 1, length), batch)]
     for count in COPIES:
@@ -107,7 +107,7 @@ def search_copies(record: Record, costs: StepCosts, length: int) -> list[Candida
 
 
 def mean_length(record: Record) -> int:
-    """Tokens of context at the middle of a recorded text."""
+    """Mean number of context tokens at the middle of a recorded text."""
     return sum(len(prompt) + len(text) // 2 for prompt, text in record.outputs.items()) // len(record.outputs)
 
 

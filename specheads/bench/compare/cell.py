@@ -1,4 +1,4 @@
-"""What a decoder of `specheads bench` is given: one cell of the table, and the models and peers of the run."""
+"""What a decoder of `specheads bench` is built from: one cell of the table, and the models and peers of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specheads.models.named import Models
 
 @dataclass(frozen=True)
 class Cell:
-    """One prompt set at one batch size and temperature; 0 is greedy."""
+    """One prompt set at one batch size and temperature (0: greedy)."""
 
     prompts: str
     batch: int
@@ -25,8 +25,8 @@ class Cell:
 
 @dataclass
 class BenchSetup:
-    """models: the base, its tokenizer and its drafters; checkpoints: a folder whose heads go by their names there;
-    longest: most tokens of a prompt; peers: programs in environments of their own, by name."""
+    """models: the base, its tokenizer and its drafters; checkpoints: a folder of heads, which are named by their
+    folders there; longest: tokens in the longest prompt; peers: other engines in their own environments, by name."""
 
     models: Models
     checkpoints: Path | None
@@ -35,11 +35,11 @@ class BenchSetup:
     peers: dict[str, Peer]
 
     def drafter(self, name: str) -> Drafter:
-        """As Models.drafter; also the name of a head in `checkpoints`."""
+        """As Models.drafter; name may also be that of a head in `checkpoints`."""
         return self.models.drafter(self.source(name))
 
     def source(self, name: str) -> str:
-        """The path of the head of that name in `checkpoints`, else the name itself."""
+        """The path of the head with this name in `checkpoints`, or the name itself if there is none."""
         if self.checkpoints is not None and not Path(name).exists():
             head = self.checkpoints / name
             if "/" not in name and (head / "config.json").is_file():
@@ -48,12 +48,12 @@ class BenchSetup:
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end a text."""
+        """The end-of-sequence ids."""
         ends = self.models.target.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     def sampling(self, cell: Cell) -> dict[str, Any]:
-        """How to sample, in generate()'s words. What is neutral overrides the base's own generation config."""
+        """The sampling options as generate()'s arguments. Neutral values override the base's generation config."""
         if not cell.temperature:
             return {"do_sample": False, "num_beams": 1}
         return {"do_sample": True, "num_beams": 1, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0}

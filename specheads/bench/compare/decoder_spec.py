@@ -1,4 +1,4 @@
-"""What a decoder of `specheads bench` says of itself: what it drafts with, where it does not run, how it is built."""
+"""The interface of a decoder of `specheads bench`: what it drafts with, where it cannot run, how it is built."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from specheads.bench.runner import Decoder
 
 
 class DecoderSpec(ABC):
-    """What a decoder's text stands for. drafters: the names of what it drafts with, if anything. refill: it takes a
-    round's prompts at once, and the next one takes the row of a text that has ended. compiles_as_needed: other texts
-    may need other graphs. peer: the engine whose environment it runs in, if any."""
+    """The decoder that a text names. drafters: the names of its drafters, if any. refill: it takes all prompts of a
+    round at once, and a finished text's row goes to the next prompt. compiles_as_needed: other texts may need other
+    graphs. peer: the engine in whose environment it runs, if any."""
 
     peer: ClassVar[str | None] = None
 
@@ -29,7 +29,7 @@ class DecoderSpec(ABC):
         return False
 
     def refusal(self, cell: Cell) -> str | None:
-        """Why it does not run in this cell; None if it does."""
+        """Why the decoder cannot run in this cell; None if it can."""
         return None
 
     @abstractmethod
@@ -37,7 +37,7 @@ class DecoderSpec(ABC):
 
 
 class OneRow(DecoderSpec):
-    """It takes no batches."""
+    """A decoder that cannot decode batches."""
 
     reason: ClassVar[str] = "takes one row at a time"
 

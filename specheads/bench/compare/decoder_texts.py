@@ -1,6 +1,6 @@
 """The decoders of `specheads bench` as text: `transformers-lookup:10`, `eagle3 tree=chain:5 accept=typical compile`.
 
-The first word is an entry of DECODERS or what drafts, as in generate. A new decoder is one class and one entry.
+The first word is an entry of DECODERS or a drafter, as in generate. A new decoder is one class and one entry.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from specheads.models.costs import auto_drafter
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, refuse_unknown
 
-_SWITCHES = ("compile", "auto", "refill")  # words without a value
+_SWITCHES = ("compile", "auto", "refill")  # options without a value
 
 
 @dataclass(frozen=True)
 class Transformers(DecoderSpec):
-    """generate(), eager."""
+    """transformers' generate(), eager."""
 
     def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
         base = setup.models.target
@@ -41,7 +41,7 @@ class Transformers(DecoderSpec):
 
 @dataclass(frozen=True)
 class TransformersStatic(DecoderSpec):
-    """generate() with a static cache and torch.compile."""
+    """transformers' generate() with a static cache and torch.compile."""
 
     def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
         base = setup.models.target
@@ -50,7 +50,7 @@ class TransformersStatic(DecoderSpec):
 
 @dataclass(frozen=True)
 class TransformersLookup(OneRow):
-    """generate(prompt_lookup_num_tokens=…)."""
+    """transformers' generate(prompt_lookup_num_tokens=…)."""
 
     num_tokens: int = 10
 
@@ -61,7 +61,7 @@ class TransformersLookup(OneRow):
 
 @dataclass(frozen=True)
 class TransformersAssisted(OneRow):
-    """generate(assistant_model=…), which drafts as long as it is sure, as transformers does by default."""
+    """transformers' generate(assistant_model=…), which by default drafts as long as the assistant is confident."""
 
     path: Path
 
@@ -88,9 +88,9 @@ DECODERS: Registry[Any] = Registry(
 
 @dataclass(frozen=True)
 class Ours(DecoderSpec):
-    """specheads.generate(). drafter None ("plain"): one token a step; tree and accept: texts, None for the defaults;
-    auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs; refill:
-    generate_many() over a queue of prompts."""
+    """specheads.generate(). drafter: None ("plain") for one token per step; tree and accept: as text, None for the
+    defaults; auto: the drafter is a head, and draft="auto" picks its draft, prompt lookup or none by measured costs;
+    refill: use generate_many() over a queue of prompts."""
 
     drafter: str | None
     tree: str | None = None
@@ -129,7 +129,7 @@ class Ours(DecoderSpec):
 
 
 def parse_decoder(text: str) -> DecoderSpec:
-    """The decoder of a text. ValueError, in one line that quotes it, for a text that names none."""
+    """The decoder that a text names. ValueError, in one line that quotes the text, if it names none."""
     try:
         first, *rest = shlex.split(text) or [""]
     except ValueError as error:
@@ -177,7 +177,8 @@ def _option(word: str) -> tuple[str, str]:
 def expand(
     texts: Sequence[str], trees: Sequence[str] = (), rules: Sequence[str] = (), *, compile: bool = False
 ) -> list[str]:
-    """The texts with each tree and rule that they do not name themselves, and with `compile` also each of ours so."""
+    """The texts, each combined with all trees and rules unless it names its own; with `compile`, each of our decoders
+    is also run compiled."""
     expanded: dict[str, None] = {}
     for text in texts:
         spec = parse_decoder(text)

@@ -1,4 +1,4 @@
-"""llama.cpp as a decoder, through llama-cpp-python: plain, or with that package's prompt lookup."""
+"""llama.cpp as a decoder, through llama-cpp-python: plain, or with llama-cpp-python's prompt lookup."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specheads.models.base.fingerprint import fingerprint_base
 
 NAME = "llama.cpp"
 WORKER = Path(__file__).with_name("llama_worker.py")
-NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
+NGRAM = 3  # longest n-gram that its prompt lookup searches for
 
 
 @dataclass(frozen=True)
 class LlamaCpp(OneRow):
-    """One token a step."""
+    """Plain decoding: one token per step."""
 
     peer: ClassVar[str | None] = NAME
     reason: ClassVar[str] = "llama-cpp-python generates one row at a time"
@@ -35,7 +35,7 @@ class LlamaCpp(OneRow):
 
 @dataclass(frozen=True)
 class LlamaCppLookup(LlamaCpp):
-    """llama-cpp-python's prompt lookup, of at most num_tokens a step."""
+    """llama-cpp-python's prompt lookup, of at most num_tokens per step."""
 
     num_tokens: int = 10
 
@@ -63,7 +63,7 @@ def _decoder(setup: BenchSetup, cell: Cell, *, lookup: int = 0, ngram: int = 0) 
     write_once(path, convert)
     loaded: dict[str, Any] = {
         "base": str(path), "num_threads": torch.get_num_threads(), "exact_cache": base.dtype == torch.float32,
-        # One more than the text may have, and what a draft may add.
+        # Room for the longest text and a draft, plus one.
         "num_positions": setup.longest + setup.max_new_tokens + lookup + 1, "lookup": lookup, "ngram": ngram,
     }  # fmt: skip
     return peer.decoder(

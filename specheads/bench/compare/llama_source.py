@@ -1,8 +1,8 @@
-"""A Llama base as the worker of llama.cpp turns it into a GGUF file: gguf.json, and tensors.bin that it names.
+"""A Llama base as files from which llama.cpp's worker makes a GGUF file: gguf.json, and the tensors.bin that it names.
 
-gguf.json: "metadata", [key, type, value] each; "tensors", [name, shape, dtype, offset] each. Weights have the dtype of
-the base; norms and biases are float32, as llama.cpp wants them. Its rotary embedding pairs neighbours where
-transformers pairs halves, so the rows of q and k are interleaved.
+gguf.json: "metadata", [key, type, value] each; "tensors", [name, shape, dtype, offset] each. Weights have the base's
+dtype; norms and biases are float32, as llama.cpp requires. Its rotary embedding pairs neighbours where transformers
+pairs halves, so the rows of q and k are interleaved.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 from specheads.bench.compare.peer import PeerError
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers of weight dtypes
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's codes for weight dtypes
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-NORMAL, CONTROL = 1, 3  # llama.cpp's types of tokens
+NORMAL, CONTROL = 1, 3  # llama.cpp's codes for token types
 
 
 def write_source(base: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write both files. PeerError, in one line, for a base that is not a plain Llama with a byte-level BPE."""
+    """Write both files. PeerError, in one line, unless the base is a plain Llama with a byte-level BPE tokenizer."""
     _require_llama(base)
     placed: list[list[Any]] = []
     header = {"metadata": [*metadata(base), *vocabulary(tokenizer, base.config.vocab_size)], "tensors": placed}
@@ -43,7 +43,7 @@ def write_source(base: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def metadata(base: PreTrainedModel) -> list[tuple[str, str, Any]]:
-    """Key, type and value of what a GGUF file of a Llama says besides its tokens."""
+    """(key, type, value) of a Llama's GGUF metadata, except for the vocabulary."""
     config: Any = base.config
     head_dim = _head_dim(config)
     counts = {
@@ -64,7 +64,7 @@ def metadata(base: PreTrainedModel) -> list[tuple[str, str, Any]]:
 
 
 def vocabulary(tokenizer: Any, size: int) -> list[tuple[str, str, Any]]:
-    """The tokens and merges of a byte-level BPE, in GGUF's words. Ids without a token get a name of their own."""
+    """The tokens and merges of a byte-level BPE as GGUF metadata. Ids without a token get made-up names."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = {} if backend is None else json.loads(backend.to_str())["model"]
     if model.get("type") != "BPE" or not model.get("merges"):
@@ -74,7 +74,7 @@ def vocabulary(tokenizer: Any, size: int) -> list[tuple[str, str, Any]]:
     special = {f"tokenizer.ggml.{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
     return [
         ("tokenizer.ggml.model", "string", "gpt2"),
-        # Ids are given, never text, so how text would be split before BPE does not matter.
+        # The engine is given ids, never text, so how text would be split before BPE does not matter.
         ("tokenizer.ggml.pre", "string", "gpt-2"),
         ("tokenizer.ggml.tokens", "strings", [names.get(index, f"[PAD{index}]") for index in ids]),
         ("tokenizer.ggml.token_type", "int32s", [NORMAL if i in names and i not in added else CONTROL for i in ids]),
@@ -85,7 +85,7 @@ def vocabulary(tokenizer: Any, size: int) -> list[tuple[str, str, Any]]:
 
 
 def tensors(base: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights by llama.cpp's names, on the CPU. An output matrix that is the embeddings' too is left out."""
+    """The weights by llama.cpp's names, on the CPU. An output matrix tied to the embeddings is left out."""
     config: Any = base.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     found = {}
@@ -101,14 +101,14 @@ def tensors(base: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def interleave(tensor: Tensor, heads: int) -> Tensor:
-    """(heads · d, …) rows of each head in two halves → the same rows, one of each half in turn."""
+    """Reorder the rows of (heads · d, …): each head's rows, in two halves, become one of each half in turn."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def rope_divisors(base: PreTrainedModel) -> Tensor | None:
-    """(d / 2,) what divides the plain angles of a scaled rotary embedding; None where they are plain.
+    """The divisors (d / 2,) of a scaled rotary embedding's angles; None if it is not scaled.
 
-    PeerError for one that is more than that: whose angles depend on the length, or which scales cos and sin."""
+    PeerError if it is more than that: if angles depend on the length, or cos and sin are scaled."""
     config: Any = base.config
     rope: Any = base.get_decoder().rotary_emb
     kind = config.rope_parameters["rope_type"]

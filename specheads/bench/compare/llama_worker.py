@@ -1,6 +1,6 @@
-"""The process of llama.cpp: run by the Python of an environment that has llama-cpp-python and gguf.
+"""The worker process of llama.cpp, run by the Python of an environment with llama-cpp-python and gguf.
 
-It answers requests as `peer.Peer` sends them. Nothing of specheads or torch is imported here.
+It answers the requests of `peer.Peer`. Nothing from specheads or torch is imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Engines:
-    """The contexts that were opened, by key."""
+    """The open contexts, by key."""
 
     def __init__(self, llama_cpp: Any, speculative: Any, gguf: Any) -> None:
         self.llama_cpp, self.speculative, self.gguf = llama_cpp, speculative, gguf
@@ -29,7 +29,7 @@ class Engines:
         return {"llama_cpp_python": self.llama_cpp.__version__, "gguf": importlib.metadata.version("gguf")}
 
     def convert(self, model: str, out: str) -> dict[str, Any]:
-        """Write the files in the folder `model`, which `llama_source` describes, as one GGUF file."""
+        """Convert the files in the folder `model`, as `llama_source` describes them, into one GGUF file."""
         import numpy
 
         header = json.loads(Path(model, "gguf.json").read_text("utf8"))
@@ -40,7 +40,7 @@ class Engines:
             "bool": writer.add_bool, "strings": writer.add_array, "int32s": writer.add_array,
         }  # fmt: skip
         for key, kind, value in header["metadata"]:
-            if key != "general.architecture":  # which the writer has added
+            if key != "general.architecture":  # the writer has already added it
                 add[kind](key, value)
         for name, shape, dtype, offset in header["tensors"]:
             *rows, width = shape
@@ -63,8 +63,8 @@ class Engines:
         self, key: str, base: str, num_threads: int, num_positions: int, exact_cache: bool, lookup: int = 0,
         ngram: int = 0,
     ) -> dict[str, Any]:  # fmt: skip
-        """exact_cache: keys and values in float32, not in float16. lookup: tokens of a draft of its prompt lookup,
-        after a match of at most `ngram` tokens; 0: none."""
+        """Load a model. exact_cache: keys and values in float32, not float16. lookup: tokens drafted by prompt lookup,
+        after a match of at most `ngram` tokens; 0: no drafts."""
         options: dict[str, Any] = {}
         if lookup:
             draft = self.speculative.LlamaPromptLookupDecoding(max_ngram_size=ngram, num_pred_tokens=lookup)
@@ -96,7 +96,7 @@ class Engines:
         return {"tokens": [tokens], "seconds": seconds, "statistics": counts}
 
     def logits(self, key: str, ids: list[int]) -> dict[str, Any]:
-        """The logits of the last position of the ids, for checks."""
+        """The logits at the last position of `ids`, for checks."""
         engine = self.by_key[key]
         engine.restart()
         engine.llama.eval(ids)
@@ -118,14 +118,14 @@ class Counted:
         llama.eval = counted
 
     def restart(self) -> None:
-        """Forget the text, of which the next prompt would otherwise reuse what it has in common with it."""
+        """Clear the cache, so that the next prompt does not reuse a prefix that it shares with the last text."""
         self.llama.reset()
         self.passes = 0
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf8")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # keeps what libraries print out of the answers on stdout
     try:
         import gguf
         import llama_cpp
@@ -141,7 +141,7 @@ def main() -> None:
             if engines is None:
                 raise RuntimeError(problem)
             answer = getattr(engines, request.pop("op"))(**request)
-        except Exception as error:  # whatever it is, the other side reports it
+        except Exception as error:  # any error is sent back and reported there
             answer = {"error": " ".join(str(error).split())[:400] or type(error).__name__}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

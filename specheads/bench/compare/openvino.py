@@ -27,13 +27,13 @@ from specheads.models.formats.export.exporting import export
 
 NAME = "openvino"
 WORKER = Path(__file__).with_name("openvino_worker.py")
-NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
+NGRAM = 3  # longest n-gram that its prompt lookup searches for
 
 
 @dataclass(frozen=True)
 class OpenVINO(DecoderSpec):
-    """num_tokens: drafted in a step, 0 for plain decoding; head: that drafts them; depth and branching: of trees, 0 for
-    chains."""
+    """num_tokens: drafted per step, 0 for plain decoding; head: the head that drafts them; depth and branching: of
+    trees, 0 for chains."""
 
     peer: ClassVar[str | None] = NAME
     num_tokens: int = 0
@@ -61,7 +61,7 @@ class OpenVINO(DecoderSpec):
 
 @dataclass(frozen=True)
 class OpenVINOLookup(DecoderSpec):
-    """Its own prompt lookup."""
+    """OpenVINO GenAI's own prompt lookup."""
 
     peer: ClassVar[str | None] = NAME
     num_tokens: int = 10
@@ -93,7 +93,7 @@ def _decoder(
 
 
 def _converted_head(peer: Peer, setup: BenchSetup, drafter: Drafter, name: str) -> Path:
-    """The folder of the head in OpenVINO's form, made by our own export and the peer's conversion."""
+    """The folder with the head in OpenVINO's format, made by our own export and the peer's conversion."""
     if not isinstance(drafter, DraftHead) or drafter.config.kind != "eagle3":
         raise PeerError(f"openvino drafts with an EAGLE-3 head, and {name!r} is none")
     base = setup.models.target
@@ -107,7 +107,7 @@ def _converted_head(peer: Peer, setup: BenchSetup, drafter: Drafter, name: str) 
             export(config, base, drafter, published, "eagle", dtype="float32", embeddings=True)
         except CheckpointError as error:
             raise PeerError(f"openvino: {error}") from error
-        # Its numbers are those of the hidden states less one.
+        # OpenVINO numbers layers by their outputs, one less than the index of the hidden state.
         peer.ask("convert", model=str(published), out=str(out), layers=[layer - 1 for layer in drafter.layers])
         shutil.rmtree(published)
 

@@ -1,6 +1,6 @@
-"""The process of OpenVINO GenAI: run by the Python of an environment that has openvino-genai and optimum-intel.
+"""The worker process of OpenVINO GenAI, run by the Python of an environment with openvino-genai and optimum-intel.
 
-It answers requests as `peer.Peer` sends them. Nothing of specheads or torch is imported here.
+It answers the requests of `peer.Peer`. Nothing from specheads or torch is imported here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-# float32 throughout, as the other decoders: OpenVINO would take bfloat16 where the CPU has it.
+# float32 throughout, like the other decoders: by default OpenVINO uses bfloat16 if the CPU supports it.
 PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class Pipelines:
-    """The pipelines that were opened, by key."""
+    """The open pipelines, by key."""
 
     def __init__(self, genai: Any, openvino: Any) -> None:
         self.genai, self.openvino = genai, openvino
@@ -28,8 +28,8 @@ class Pipelines:
         return {"openvino_genai": self.genai.get_version(), "openvino": self.openvino.get_version()}
 
     def convert(self, model: str, out: str, layers: list[int] | None = None) -> dict[str, Any]:
-        """Write the model at `model` into `out` in OpenVINO's form. layers: of an EAGLE-3 head, which outputs it
-        reads; by default the program reads each one higher than the head was trained on."""
+        """Convert the model at `model` to OpenVINO's format in `out`. layers: for an EAGLE-3 head, the layers whose
+        outputs it reads; by default OpenVINO reads each one layer above the trained one."""
         task = ["--task", "text-generation-with-past", "--weight-format", "fp32", "--trust-remote-code"]
         program = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
         command = [*program, "--model", model, *task, out]
@@ -81,7 +81,7 @@ class Pipelines:
         return {"tokens": tokens, "seconds": seconds, "statistics": self._statistics(out, tokens)}
 
     def _statistics(self, out: Any, tokens: list[list[int]]) -> dict[str, int]:
-        """Tokens after the prefill and the steps that gave them, where the pipeline counts accepted drafts."""
+        """Tokens after the prefill and the steps that gave them, if the pipeline counts accepted drafts."""
         accepted = getattr(getattr(out, "extended_perf_metrics", None), "get_num_accepted_tokens", None)
         if accepted is None:
             return {}
@@ -91,7 +91,7 @@ class Pipelines:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf8")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # keeps what libraries print out of the answers on stdout
     try:
         import openvino
         import openvino_genai
@@ -106,7 +106,7 @@ def main() -> None:
             if pipelines is None:
                 raise RuntimeError(problem)
             answer = getattr(pipelines, request.pop("op"))(**request)
-        except Exception as error:  # whatever it is, the other side reports it
+        except Exception as error:  # any error is sent back and reported there
             answer = {"error": " ".join(str(error).split())[:400] or type(error).__name__}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

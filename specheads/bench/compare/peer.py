@@ -1,6 +1,6 @@
-"""A peer's process: started once, it answers requests, one JSON object a line on its stdin and stdout.
+"""A peer's process: started once, it answers requests, one JSON object per line on its stdin and stdout.
 
-A request has `op` and its arguments; an answer holds what was asked for, or `error`.
+A request has `op` and its arguments; an answer has the result, or `error`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PeerError(ValueError):
 
 
 def write_once(path: Path, make: Callable[[Path], Any]) -> None:
-    """Have `make` write this file or folder, unless it is there; whole or not at all."""
+    """Have `make` write this file or folder unless it exists. It is written completely or not at all."""
     if path.exists():
         return
     partial = path.with_name(path.name + "-partial")
@@ -36,7 +36,7 @@ def write_once(path: Path, make: Callable[[Path], Any]) -> None:
 
 
 class Peer:
-    """One engine, run by the Python of its environment. folder: where it keeps its exports."""
+    """Another engine, run by the Python of its own environment. folder: for its converted models."""
 
     def __init__(self, name: str, command: list[str], folder: Path) -> None:
         self.name, self.command, self.folder = name, command, folder
@@ -44,7 +44,7 @@ class Peer:
         self.opened: dict[str, Answer] = {}
 
     def ask(self, op: str, **arguments: Any) -> Answer:
-        """The answer to a request. PeerError, with what the peer says, if it cannot be given."""
+        """The answer to a request. PeerError, with the peer's message, if it fails."""
         process = self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -64,14 +64,14 @@ class Peer:
         return answer
 
     def open(self, key: str, **arguments: Any) -> None:
-        """Have the peer load what later requests call `key`, once."""
+        """Have the peer load, once, what later requests refer to as `key`."""
         if key not in self.opened:
             self.opened[key] = self.ask("open", key=key, **arguments)
 
     def decoder(self, key: str, loaded: dict[str, Any], *, max_new_tokens: int, **arguments: Any) -> Decoder:
-        """Generates with what `loaded` has the peer load as `key`. The seconds are the peer's own, without the way
-        there and back and without loading, which happens again after an error or a crash. All rows of a batch are drawn
-        from the seed of its first, in the 31 bits that any engine takes."""
+        """A decoder that generates with `key`, which the peer opens with the arguments `loaded`, again after an error
+        or crash. Seconds are measured by the peer, without communication and loading. All rows of a batch are sampled
+        with the seed of its first, reduced to the 31 bits that every engine accepts."""
 
         def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
             inputs, limits, seeds = take_row_options(batch, max_new_tokens)
@@ -82,7 +82,7 @@ class Peer:
                 asked = {**arguments, "max_new_tokens": max(limits), "seed": seed}
                 answer = self.ask("generate", key=key, ids=ids, mask=mask, **asked)
             except PeerError:
-                self.opened.pop(key, None)  # an engine may be left in the middle of a text: it is opened anew
+                self.opened.pop(key, None)  # the engine may have stopped in mid-text: open it again
                 raise
             tokens = cut(answer["tokens"], limits)
             return Output(tokens, answer.get("statistics", {}), seconds=answer["seconds"])
@@ -103,7 +103,7 @@ class Peer:
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None:
             try:
-                # In a session of its own, so that Ctrl-C reaches this process alone, which then closes the peer.
+                # In its own session, so that Ctrl-C reaches only this process, which then closes the peer.
                 self._process = subprocess.Popen(
                     self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf8",
                     start_new_session=True,

@@ -1,4 +1,4 @@
-"""The picture of `specheads bench`: each decoder's speed over the reference's, with its interval, a panel a cell."""
+"""The plot of `specheads bench`: each decoder's speed-up over the reference, with its interval, one panel per cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specheads.bench.compare.cell import Cell
 
 
 def draw(path: Path, record: dict[str, Any]) -> Path:
-    """Panels of one prompt set are in one row. Needs matplotlib."""
+    """Draw the plot, with one row of panels per prompt set. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The prompt sets of `specheads bench`: held-out files and third-party code, or the files that were named."""
+"""The prompt sets of `specheads bench`: held-out files and third-party code, or the given files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THIRD_PARTY = "third-party code"
 
 @dataclass(frozen=True)
 class PromptSet:
-    """ids: of each prompt; categories: beside them. note: what a reader should know."""
+    """ids: token ids of each prompt; categories: one for each prompt. note: a remark for readers of the tables."""
 
     name: str
     ids: list[list[int]]
@@ -33,7 +33,7 @@ def default_sets(
     tokenizer: Any, count: int, num_tokens: int, held_out: list[str] | None = None, *, fewest: int | None = None,
     seed: int = 0,
 ) -> list[PromptSet]:  # fmt: skip
-    """Both default sets, of `count` prompts of `num_tokens` tokens each; with `fewest` of a length drawn from there."""
+    """Both default sets, with `count` prompts of `num_tokens` tokens each, or of random lengths from `fewest` up."""
     files = [Prompt(text) for text in held_out_prompts(tokenizer, count, num_tokens, held_out)]
     packages, missing = package_prompts(tokenizer, count, num_tokens)
     note = f"without {', '.join(missing)}, not installed here" if missing else ""
@@ -47,8 +47,8 @@ def default_sets(
 def sets_from(
     paths: Sequence[Path], tokenizer: Any, count: int | None, categories: Sequence[str] = ()
 ) -> list[PromptSet]:
-    """A set for each file, of at most `count` prompts, evenly spaced; only those of `categories` if any are given.
-    ValueError for a file named twice, whose prompts would count twice."""
+    """A set for each file, of at most `count` prompts, evenly spaced, and only of `categories` if any are given.
+    ValueError for a file given twice, whose prompts would count twice."""
     sets = []
     names, files = [path.name for path in paths], [path.resolve() for path in paths]
     if twice := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
@@ -65,7 +65,7 @@ def sets_from(
 
 
 def encode(name: str, prompts: Sequence[Prompt], tokenizer: Any, note: str = "") -> PromptSet:
-    """Text as it is, a conversation in the chat template. ValueError for a prompt without tokens."""
+    """Tokenize text as it is and conversations in the chat template. ValueError for a prompt without tokens."""
     ids: list[list[int]] = []
     for prompt in prompts:
         asked = prompt.asked

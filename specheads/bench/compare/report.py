@@ -62,7 +62,7 @@ def rows_of(rounds: Sequence[Round], reference: str, max_new_tokens: int, floor_
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """For each cell the speeds; then, for the smallest batch of each prompt set and temperature, what was accepted."""
+    """The speeds of each cell; then, for the smallest batch of each prompt set and temperature, what was accepted."""
     for cell, own in _by_cell(rows).items():
         yield Table(f"{cell}: speed", *_without_empty(COLUMNS, [speed_cells(row) for row in own]))
     for cell, own in _by_cell(rows).items():
@@ -72,7 +72,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def speed_cells(row: Row) -> list[str]:
-    """One line under COLUMNS."""
+    """One line of the table with COLUMNS."""
     shares, step = row["shares"], row["step_seconds"]
     parts = [f"{share:.0%}" if (share := (shares or {}).get(part)) else "–" for part in COLUMNS[-6:]]
     return [
@@ -91,7 +91,7 @@ def speed_cells(row: Row) -> list[str]:
 
 def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
     """Speed-up on new and on repeated text, accepted length by quarter of max_new_tokens and by category, and the share
-    of steps by accepted depth."""
+    of steps that accepted each depth."""
     categories = list(dict.fromkeys(name for row in rows for name in row["accepted_by_category"] or ()))
     deepest = max(len(row["accepted_by_depth"]) for row in rows)
     kinds = ("unrepeated", "repeated")
@@ -117,7 +117,7 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
 
 
 def notes(record: dict[str, Any]) -> list[str]:
-    """What a reader of the tables should know: the floor, the prompts, and what is missing."""
+    """Notes below the tables: the least time a pass can take, the prompts, and what is missing."""
     floor = record["floor"]
     lines = [
         f"floor: {1e3 * floor['seconds']:.2f} ms a pass ({floor['weight_bytes'] / 1e6:.1f} MB of weights read at "
@@ -157,20 +157,20 @@ def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
 
 
 def new_tokens(record: dict[str, Any]) -> str:
-    """`96 new tokens`, `32 to 256 new tokens`."""
+    """A phrase such as `96 new tokens` or `32 to 256 new tokens`."""
     least = f"{record['lowest_limit']} to " if record["lowest_limit"] is not None else ""
     return f"{least}{record['max_new_tokens']} new tokens"
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """The record with a line for each round, whose many small numbers an indented form gives a line each."""
+    """The record as JSON with one line per round, since indenting would give each of its many numbers a line."""
     rounds = ",\n  ".join(json.dumps(one, allow_nan=False) for one in record["rounds"])
     rest = json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1, allow_nan=False)
     return rest.removesuffix("\n}") + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
 
 
 def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[Path]:
-    """Write bench.json, bench.md and, with plots, bench.png. ImportError with plots if matplotlib is not installed."""
+    """Write bench.json, bench.md and, if `plots`, bench.png. ImportError if `plots` and matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     if plots:
@@ -178,7 +178,7 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
 
         pictures = [draw(folder / f"{NAME}.png", record)]
     paths = [folder / f"{NAME}.json", folder / f"{NAME}.md"]
-    # resolved, so that a link stays one
+    # resolved, so that a symbolic link is not replaced by a file
     write_whole(paths[0].resolve(), as_json(record))
     write_whole(paths[1].resolve(), as_markdown(record, [path.name for path in pictures]))
     return paths + pictures
@@ -192,7 +192,7 @@ def _by_cell(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
 
 
 def _without_empty(columns: tuple[str, ...], lines: list[list[str]]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Without the columns that have no value in any line."""
+    """The table without columns that have no value in any line."""
     kept = [i for i in range(len(columns)) if any(line[i] != "–" for line in lines)]
     return tuple(columns[i] for i in kept), [[line[i] for i in kept] for line in lines]
 

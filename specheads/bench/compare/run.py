@@ -1,4 +1,4 @@
-"""Runs `specheads bench`: every prompt batch through all decoders in turn, each round saved when it is done."""
+"""Runs `specheads bench`: every prompt batch through all decoders in turn, saving each round when it is done."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TURNS = ("texts", "steps")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """decoders: texts, as decoder_texts parses them; reference: the one that the others are compared with. batch: rows;
-    temperature: 0 is greedy. seed: of the sampling, and of the limits.
+    """decoders: as text (see decoder_texts); reference: the one that the others are compared with. batch: numbers of
+    rows; temperature: 0 is greedy. seed: of sampling and of the limits.
 
-    lowest_limit: each prompt has a limit of its own, drawn from here to max_new_tokens; None: the same for all. queue:
-    prompts of a round, which a decoder that refills takes as rows become free, and the others batch by batch; None: one
-    batch. turns: what decoders take turns at, `texts` or `steps` (see `time_by_steps`)."""
+    lowest_limit: each prompt's limit is drawn from lowest_limit to max_new_tokens; None: all have the same. queue:
+    prompts per round, which a refilling decoder takes as rows become free, and others batch by batch; None: one batch.
+    turns: decoders take turns at whole `texts` or at `steps` (see `time_by_steps`)."""
 
     decoders: tuple[str, ...]
     reference: str = "transformers"
@@ -61,7 +61,7 @@ class BenchOptions:
             values = getattr(self, name)
             if not values or not all(value >= least for value in values):
                 raise OptionError(f"{{{name}}} must be at least {least}", **{name: ",".join(map(str, values))})
-        for name in ("decoders", "batch", "temperature"):  # each once
+        for name in ("decoders", "batch", "temperature"):  # no duplicates
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         refills = [text for text in self.decoders if parse_decoder(text).refill]
         if self.queue is None and refills:
@@ -80,7 +80,7 @@ class BenchOptions:
 
 @dataclass
 class Outcome:
-    """rounds: those that are done; left_out: decoder → cell → why it did not run there. complete: all rounds are."""
+    """rounds: the finished ones; left_out: decoder → cell → why it did not run there. complete: are all rounds done?"""
 
     rounds: list[Round]
     left_out: dict[str, dict[str, str]]
@@ -88,8 +88,8 @@ class Outcome:
 
 
 def run(options: BenchOptions, setup: BenchSetup, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
-    """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early, with the rounds so far; before
-    the first one is done it is raised."""
+    """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early with the rounds so far, or raises
+    KeyboardInterrupt if no round is done."""
     with Results(folder / RESULTS) as results:
         return _run(options, setup, sets, results, tell)
 
@@ -128,8 +128,8 @@ def _run(
 
 
 def identity(options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec]) -> str:
-    """A digest of what makes a round this one: the models, the decoders and what they draft by, the machine, the
-    versions, those of peers too, and this package's own source, so that a changed program is measured anew."""
+    """A digest of everything a round depends on: the models, the decoders and their drafters, the machine, all versions
+    (also of peers), and this package's own source, so that a changed program is measured again."""
     base = setup.models.target
     _refuse_lone_auto(setup, specs)
     drafters = [_drafter(setup, spec, name) for spec in specs.values() for name in spec.drafters]
@@ -143,7 +143,7 @@ def identity(options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderS
 
 
 def _refuse_lone_auto(setup: BenchSetup, specs: dict[str, DecoderSpec]) -> None:
-    """ValueError for `auto` where heads go by name, of which it would use none."""
+    """ValueError for `auto` without a head when heads are given by name, since it would use none of them."""
     if "head" in setup.models.drafters:
         return
     heads = (name for spec in specs.values() for name in spec.drafters if isinstance(setup.drafter(name), DraftHead))
@@ -154,7 +154,7 @@ def _refuse_lone_auto(setup: BenchSetup, specs: dict[str, DecoderSpec]) -> None:
 
 
 def _drafter(setup: BenchSetup, spec: DecoderSpec, name: str) -> Drafter:
-    """What that name drafts with; of `HEAD auto`, with the costs it goes by."""
+    """The drafter of this name; for `HEAD auto`, the automatic drafter with its step costs."""
     drafter = setup.drafter(name)
     if isinstance(spec, Ours) and spec.auto and isinstance(drafter, DraftHead):
         return auto_drafter(setup.models.target, drafter)
@@ -170,7 +170,7 @@ def _source_digest() -> str:
 
 
 class _CellRun:
-    """The rounds of one cell, done or to be done."""
+    """Measures the rounds of one cell, or reads those already done."""
 
     def __init__(
         self, cell: Cell, prompts: PromptSet, options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec],
@@ -183,7 +183,7 @@ class _CellRun:
         self.queue = options.queue or cell.batch
         self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]
         if cell.temperature:
-            # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and the decoder.
+            # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and decoder.
             seeds = row_seeds(options.seed, len(prompts.ids))
             for index, batch in enumerate(self.batches):
                 batch["seeds"] = seeds[index * self.queue : (index + 1) * self.queue]
@@ -215,10 +215,10 @@ class _CellRun:
             self.rounds.append({name: value for name, value in row.items() if name != "left_out"})
 
     def _warm_up(self, names: Sequence[str], tell: Callable[[str], None]) -> None:
-        """Build each decoder, and run it untimed on the shortest and the longest batch of each number of rows, for
-        which a compiled one may compile, and on all where a text decides what is compiled.
+        """Build each decoder and run it untimed on the shortest and longest batch of each number of rows, for which it
+        may compile, or on all batches if what it compiles depends on the text.
 
-        One that cannot serve the cell is left out, unless it is the reference."""
+        A decoder that cannot run in this cell is left out, unless it is the reference."""
         by_rows: dict[int, list[dict[str, Any]]] = {}
         for batch in self.batches:
             by_rows.setdefault(len(batch["input_ids"]), []).append(batch)
@@ -241,9 +241,9 @@ class _CellRun:
         freeze_heap()
 
     def _leave_out(self, name: str, error: Exception) -> None:
-        """It runs no further in this cell. Without the reference there is nothing to compare with: that is an error."""
+        """Drop the decoder from this cell. An error for the reference: there is nothing else to compare with."""
         why = " ".join(str(error).split())
-        if isinstance(error, RuntimeError):  # torch's own, as without a compiler or memory: its first line says why
+        if isinstance(error, RuntimeError):  # torch's, as without a compiler or memory: its first line says why
             why = reason(str(error).strip().partition("\n")[0]) or type(error).__name__
         if name == self.options.reference:
             if isinstance(error, ValueError):

@@ -1,1 +1,1 @@
-"""What is kept of a run, in which file, and the figures that follow from it: of `specheads bench` and of sweeps."""
+"""What `specheads bench` and sweeps record of a run, the file it is kept in, and the figures computed from it."""

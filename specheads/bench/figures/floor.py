@@ -1,4 +1,4 @@
-"""The machine's own floor: a pass of the model reads each weight once, which takes at least bytes over bandwidth."""
+"""The least time a pass can take on this machine: it reads each weight once, so at least bytes divided by bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Floor:
-    """weight_bytes: read by one pass; bandwidth: bytes a second; seconds: the least that a pass can take."""
+    """weight_bytes: read by one pass; bandwidth: bytes per second; seconds: the least that a pass can take."""
 
     weight_bytes: int
     bandwidth: float
@@ -34,8 +34,8 @@ def measure_floor(model: nn.Module) -> Floor:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, each once however often it is used. An input embedding that is not the output matrix too
-    is left out: a pass reads a few of its rows."""
+    """Bytes of all parameters, each counted once. An input embedding that is not also the output matrix is left out,
+    since a pass reads only a few of its rows."""
     shared = {parameter.data_ptr(): parameter for parameter in model.parameters()}
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     output = getattr(model, "get_output_embeddings", lambda: None)()
@@ -47,9 +47,9 @@ def weight_bytes(model: nn.Module) -> int:
 def read_bandwidth(
     size: int, device: torch.device, *, repeats: int = REPEATS, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Bytes a second at which `size` bytes are read: the fastest of `repeats` products of a matrix with a vector.
+    """Bytes per second at which `size` bytes are read: the fastest of `repeats` matrix-vector products.
 
-    The matrix is as large as the weights, so that what fits into a cache is read from there, as in decoding."""
+    With the matrix as large as the weights, whatever fits into a cache is read from the cache, as in decoding."""
     columns = 1024
     matrix = torch.ones(max(1, size // (4 * columns)), columns, device=device)
     vector = torch.ones(columns, device=device)

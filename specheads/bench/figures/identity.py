@@ -1,4 +1,4 @@
-"""What tells a base, a drafter and a machine from others of the same names, as plain values for the key of a result."""
+"""What tells a base, drafter or machine apart from others with the same name, as plain values for a result's key."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specheads.models.base.fingerprint import fingerprint_base
 
 
 def identify_base(base: PreTrainedModel) -> list[Any]:
-    """Its weights, config and generation config, and the dtype."""
+    """The base's weights (as sums), config, generation config and dtype."""
     return [fingerprint_base(base), _options(base.config), _options(base.generation_config), str(base.dtype)]
 
 
 def identify_drafter(drafter: Drafter, device_type: str) -> list[Any]:
-    """Its weights, its options and what it drafts by: the bigrams of MaxGram, the step costs of `auto`. [] where its
-    name says all."""
+    """The drafter's weights (as sums), options and data: the bigrams of MaxGram, the step costs of `auto`. [] if its
+    name identifies it."""
     if isinstance(drafter, AutoDrafter):
         head = [] if drafter.head is None else identify_drafter(drafter.head, device_type)
         eager = drafter.costs or shipped_costs(device_type)
@@ -39,14 +39,14 @@ def identify_drafter(drafter: Drafter, device_type: str) -> list[Any]:
 
 
 def weight_sums(module: Any) -> list[float]:
-    """The sum of each weight of a module, in float64, which tells it from others of its name; [] for anything else."""
+    """The sum of each weight of a module, in float64, to tell modules apart; [] if it is not a module."""
     if not isinstance(module, nn.Module):
         return []
     return [float(weight.detach().double().sum()) for weight in module.parameters()]
 
 
 def identify_machine(device: Any) -> dict[str, Any]:
-    """The device, hardware and versions, without the load, which changes by the minute."""
+    """The device, hardware and versions, but not the load, which keeps changing."""
     known = {name: value for name, value in environment().items() if name != "load_average"}
     return {"device": str(device), **known}
 
@@ -56,6 +56,6 @@ def _digest_costs(table: CostTable) -> str:
 
 
 def _options(config: Any) -> dict[str, Any]:
-    """A config's options but for where it was loaded from."""
+    """A config's options except for where it was loaded from."""
     options: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {name: value for name, value in options.items() if name != "_name_or_path"}

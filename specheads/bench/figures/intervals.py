@@ -24,8 +24,8 @@ def ratio_interval(
 ) -> tuple[float, float] | None:
     """The interval of speed(work) / speed(reference), both over the same prompt batches in the same order.
 
-    A resample draws as many batches as there are, with replacement, and takes both decoders' figures of each. None for
-    fewer than two batches, of which nothing can be said. The same figures give the same interval.
+    A resample draws as many batches as there are, with replacement, and takes both decoders' figures for each. None for
+    fewer than two batches, which show no spread. The same figures always give the same interval.
     """
     if len(work) != len(reference):
         raise ValueError(f"{len(work)} prompt batches beside {len(reference)} of the reference; give the same ones")
@@ -42,7 +42,7 @@ def ratio_interval(
 def median_interval(
     values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
-    """The interval of the median of values, each drawn with replacement; None for fewer than two."""
+    """The interval of the median of the values, drawn with replacement; None for fewer than two."""
     if len(values) < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
@@ -54,12 +54,12 @@ def median_interval(
 def crossed_interval(
     work: Tensor, reference: Tensor | None = None, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
-    """The interval of tokens a step, or of its difference from that of `reference`.
+    """The interval of tokens per step, or of the difference from those of `reference`.
 
     work and reference (seeds, prompts, 2): the tokens and steps of each seed on each prompt. A resample draws as many
-    seeds and as many prompts as there are, each with replacement and independently (the pigeonhole bootstrap, Owen
-    2007, doi:10.1214/07-AOAS122), the same for both. None for fewer than two seeds or prompts. With few seeds it is too
-    narrow: n of them show only (n - 1) / n of their variance.
+    seeds and as many prompts as there are, independently and with replacement (the pigeonhole bootstrap, Owen 2007,
+    doi:10.1214/07-AOAS122), the same for both. None for fewer than two seeds or prompts. With few seeds the interval is
+    too narrow: n of them show only (n - 1) / n of their variance.
     """
     if reference is not None and reference.shape != work.shape:
         raise ValueError(f"work of shape {tuple(work.shape)} beside {tuple(reference.shape)} of the reference")
@@ -68,7 +68,7 @@ def crossed_interval(
         return None
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(count: int) -> Tensor:  # (resamples, count): how often each is drawn
+    def draw(count: int) -> Tensor:  # (resamples, count): how many times each is drawn
         drawn = torch.randint(count, (resamples, count), generator=generator)
         return torch.zeros(resamples, count, dtype=torch.float64).scatter_add_(
             1, drawn, torch.ones_like(drawn).double()

@@ -1,4 +1,4 @@
-"""Which tokens of a generated text repeat it, and what its steps gave on new and on repeated text."""
+"""Which tokens of a generated text repeat earlier parts of it, and the figures of steps on new and on repeated text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from specheads.bench.runner import TimedRun
 
-GRAM = 8  # a token that completes this many tokens seen together before counts as repeated text
+GRAM = 8  # a token counts as repeated if the n-gram of this length that it completes has occurred before
 
 
 def split_by_text(run: TimedRun) -> dict[str, list[float]]:
-    """Tokens, seconds, and tokens and steps after the prefill, of steps whose first token continues new text
-    (`unrepeated`) or text seen before (`repeated`). Of a batch of one row; zeros where the steps are unknown."""
+    """Four figures each for steps whose first token continues new text (`unrepeated`) or repeated text (`repeated`):
+    tokens, seconds, tokens after the prefill, steps after it. For a batch of one row; zeros if steps are unknown."""
     sums: dict[str, list[float]] = {"unrepeated": [0, 0.0, 0, 0], "repeated": [0, 0.0, 0, 0]}
     again, position = repeated(run.output.tokens[0]), 0
     for number, (gained, seconds) in enumerate(run.steps):
@@ -23,7 +23,7 @@ def split_by_text(run: TimedRun) -> dict[str, list[float]]:
 
 
 def repeated(tokens: Sequence[int], gram: int = GRAM) -> list[bool]:
-    """Per token: do the `gram` tokens that end with it occur earlier in the same generated text?"""
+    """For each token: do the `gram` tokens that end with it occur earlier in the same generated text?"""
     seen: set[tuple[int, ...]] = set()
     marks = []
     for end in range(1, len(tokens) + 1):

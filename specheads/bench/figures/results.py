@@ -1,4 +1,4 @@
-"""The finished parts of a measurement, in a file with one JSON object a line, so that an interrupted one resumes."""
+"""The finished parts of a measurement, in a JSON Lines file, so that an interrupted measurement can resume."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 Row = dict[str, Any]
 RESULTS = "results.jsonl"
-NOTHING_DONE = "before anything was measured"  # of a KeyboardInterrupt
+NOTHING_DONE = "before anything was measured"  # message of a KeyboardInterrupt
 
 
 class Results:
-    """Rows by key. Each line of the file is written whole or not at all. Used in a `with` block, after which folders
-    that were made for it and are still empty are gone."""
+    """Rows by key. Each line of the file is written completely or not at all. Used in a `with` block, which at its end
+    removes folders that it created and that are still empty."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. A last line that a crash cut short is dropped, also from the file."""
+        """Read the file. A last line that a crash cut short is dropped, and removed from the file."""
         self.path = path
         self.rows: dict[str, Row] = {}
         self._made = [folder for folder in path.parents if not folder.exists()]
@@ -40,17 +40,17 @@ class Results:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # it holds something
+        with contextlib.suppress(OSError):  # the folder is not empty
             for folder in self._made:
                 folder.rmdir()
 
     def add(self, key: str, row: Row) -> None:
-        """OSError where the line cannot be written whole; then the file is as it was."""
+        """Append a row. OSError if its line cannot be written completely; the file is then unchanged."""
         line = json.dumps({"key": key, "row": row}, allow_nan=False).encode() + b"\n"
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(file).st_size
         try:
-            while line:  # a full disk takes a part, and gives its error for the rest
+            while line:  # a full disk writes part of it, and raises for the rest
                 line = line[os.write(file, line) :]
             os.fsync(file)
         except OSError as error:

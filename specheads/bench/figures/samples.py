@@ -1,6 +1,6 @@
-"""One run as plain values, and the figures of one decoder over many: speed, ratio, accepted length, time by part.
+"""A timed run as plain values (a Sample), and a decoder's figures over many: speed, ratio, accepted length, time split.
 
-A round is one prompt batch through all decoders: {"prompts": name of the set, "batch": rows, "temperature", "repeat",
+A Round is one prompt batch through all decoders: {"prompts": name of the set, "batch": rows, "temperature", "repeat",
 "index": of the batch, "categories": of its rows, "order": of the decoders, "decoders": {name: Sample}}.
 """
 
@@ -20,14 +20,13 @@ QUARTERS = 4
 
 
 def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
-    """seconds of the whole run; tokens of each row; gains: per row the tokens of each step, the prefill first, [] if
-    unknown; prefill: its seconds, None if unknown; parts: seconds of the steps by part of the loop; differs_at: per row
-    the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens
-    after the prefill and the steps that gave them; steps: of the loop; accepted: as gains, how many of the tokens were
-    drafted; where a decoder counts them.
+    """A run as a Sample, whose keys are: seconds of the whole run; tokens: number of each row; gains: per row the
+    tokens gained in each step, the prefill first, [] if unknown; prefill: its seconds, None if unknown; parts: seconds
+    by part of the loop; differs_at: per row the index of the first token that differs from the reference's, None where
+    the texts are equal; and, if the decoder counts them, gained and rows_stepped: tokens after the prefill and the
+    steps that gave them; steps: of the loop; accepted: like gains, but only drafted tokens.
 
-    by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is
-    None."""
+    by_text: the result of split_by_text, for a batch of one row. Without a reference, differs_at is None."""
     parts = dict(run.output.parts)
     prefill = parts.pop("prefill", run.steps[0][1] if run.steps else None)
     differs = None
@@ -47,7 +46,7 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
 
 
 def rounds_of(race: Race, reference: str) -> list[Round]:
-    """The rounds of a race of prompt batches without categories, texts compared with the reference's."""
+    """The rounds of a race, with texts compared with the reference's, and without categories."""
     rounds = []
     for repeat, runs in enumerate(race.runs[reference]):
         for index, run in enumerate(runs):
@@ -58,7 +57,7 @@ def rounds_of(race: Race, reference: str) -> list[Round]:
 
 
 def samples_by_batch(rounds: Iterable[Round], name: str) -> dict[int, list[Sample]]:
-    """Prompt batch → the decoder's samples of it, one for each repeat."""
+    """Index of the prompt batch → the decoder's samples of it, one for each repeat."""
     batches: dict[int, list[Sample]] = {}
     for one in sorted(rounds, key=lambda one: one["index"]):
         batches.setdefault(one["index"], []).append(one["decoders"][name])
@@ -66,7 +65,7 @@ def samples_by_batch(rounds: Iterable[Round], name: str) -> dict[int, list[Sampl
 
 
 def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]]:
-    """Prompt batch → tokens and seconds, each the median over repeats."""
+    """Index of the prompt batch → tokens and seconds, each the median over repeats."""
     return {
         index: (median(sum(s["tokens"]) for s in samples), median(s["seconds"] for s in samples))
         for index, samples in samples_by_batch(rounds, name).items()
@@ -74,11 +73,11 @@ def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]
 
 
 def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: int) -> dict[str, Any]:
-    """The figures of one decoder in rounds of one prompt set, batch size and temperature.
+    """The figures of one decoder in rounds with the same prompt set, batch size and temperature.
 
-    speed_up: speed over the reference's, with its 95 % interval; same_text: rows of the first repeat whose text is the
-    reference's, None if not compared. accepted_length: tokens a step and row, the prefill left out; None if unknown, as
-    are the lists below it. shares: of the run's seconds. step_seconds: of one step of the batch.
+    speed_up: speed divided by the reference's, with its 95 % interval; same_text: number of rows in the first repeat
+    whose text equals the reference's, None if not compared. accepted_length: tokens per step and row, without the
+    prefill; None if unknown, like its breakdowns. shares: of the run's seconds. step_seconds: of one step of a batch.
     """
     own, other = work_of(rounds, name), work_of(rounds, reference)
     work: Work = list(own.values())
@@ -101,10 +100,10 @@ def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: 
 
 
 def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[str, Any]:
-    """Accepted length overall, by category of the prompt and by the quarter of max_new_tokens in which the step began;
+    """Accepted length overall, by the prompt's category and by the quarter of max_new_tokens in which the step began;
     and the share of steps that accepted a draft at depth 1, 2, …
 
-    Of a decoder that does not say how many tokens of a step were drafted, all but the last are taken for it."""
+    If a decoder does not report how many of a step's tokens were drafted, all but the last are assumed to be."""
     gains: list[int] = []
     drafts: list[int] = []
     by_category: dict[str, list[int]] = {}
@@ -138,8 +137,8 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
 
 
 def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dict[str, Any]] | None:
-    """Share of the tokens, speed, ratio and accepted length on text that is new (`unrepeated`) and on text that repeats
-    itself, if there is any; None unless both decoders report the time of their steps."""
+    """Share of the tokens, speed, ratio and accepted length on new text (`unrepeated`) and on text that repeats itself
+    (`repeated`), if there is any; None unless both decoders report the time of their steps."""
     own, other = samples_by_batch(rounds, name), samples_by_batch(rounds, reference)
     if not all(s.get("by_text") for samples in (*own.values(), *other.values()) for s in samples):
         return None
@@ -165,22 +164,22 @@ def text_work(batches: dict[int, list[Sample]], kind: str) -> list[float]:
 
 
 def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Shares of the seconds by part, None if the decoder does not report them; and the median seconds of a step of a
-    whole batch and of its verification, None where they are unknown."""
+    """Shares of the seconds by part, None if the decoder does not report them; and the median seconds of a full batch's
+    step and of its verification, None if unknown."""
     seconds = sum(s["seconds"] for s in samples)
     shares = None
     if all(s["parts"] for s in samples):
         shares = {part: sum(s["parts"].get(part, 0.0) for s in samples) / seconds for part in samples[0]["parts"]}
         shares = {"prefill": sum(s["prefill"] or 0.0 for s in samples) / seconds, **shares}
     rows = max(len(s["tokens"]) for s in samples)
-    whole = [s for s in samples if len(s["tokens"]) == rows]  # the last batch may have fewer rows, and faster steps
+    whole = [s for s in samples if len(s["tokens"]) == rows]  # the last batch may have fewer rows and so faster steps
     steps = [s.get("steps") or max((len(row) - 1 for row in s["gains"]), default=0) for s in whole]
     known = [
         ((s["seconds"] - s["prefill"]) / n, s["parts"].get("verify", 0.0) / n)
         for s, n in zip(whole, steps, strict=True)
         if n and s["prefill"] is not None
     ]
-    apart = shares is not None and shares.get("step", 0.0) < 0.01  # else the verification is inside a compiled step
+    apart = shares is not None and shares.get("step", 0.0) < 0.01  # else verification is part of a compiled step
     return {
         "shares": shares,
         "step_seconds": median(step for step, _ in known) if known else None,

@@ -1,1 +1,1 @@
-"""Many settings of drafting and acceptance on one set of prompts: curves of speed against accuracy and divergence."""
+"""Sweeps over settings of drafting and acceptance on one set of prompts: speed against accuracy and divergence."""

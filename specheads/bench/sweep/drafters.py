@@ -1,4 +1,4 @@
-"""The models of a sweep: the target, its tokenizer, and each drafter, loaded when it is first asked for."""
+"""The models of a sweep: the target, its tokenizer, and each drafter, loaded on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bench:
     """The models of one sweep on one device."""
 
     def __init__(self, sweep: Sweep, dtype: str = "auto", device: str = "auto") -> None:
-        """ValueError or OSError, with the reason, for a target or a head that does not load."""
+        """ValueError or OSError, with the reason, for a target or a head that cannot be loaded."""
         self._cascades: dict[tuple[str, str], Cascade] = {}
         self._costs: dict[tuple[int, ...], list[float]] = {}
         self.sweep = sweep
@@ -30,20 +30,20 @@ class Bench:
         head = next(filter(holds_head, paths), None)
         if head is not None:
             self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)
-            self.models.drafters[head] = self.models.drafters["head"]  # which "auto" drafts with too
+            self.models.drafters[head] = self.models.drafters["head"]  # "auto" uses this one too
         elif sweep.base:
             self.models = Models.load(sweep.base, dtype=dtype, device=device)
         else:
             raise OptionError("no head among the drafters names the target; say which it is by {base}", base=...)
         self.base: PreTrainedModel = self.models.target
         self.tokenizer = self.models.tokenizer
-        for setting in sweep.settings():  # so that a wrong name ends a sweep before it begins
+        for setting in sweep.settings():  # so that a wrong name fails before the sweep starts
             drafter = self.drafter(setting.drafter, setting.k_matrix)
             if isinstance(drafter, Cascade) and sweep.cost != "measured":
                 self.costs(drafter)
 
     def drafter(self, name: str, k_matrix: str = "") -> Drafter | None:
-        """The drafter of that name, loaded once; None for PLAIN. k_matrix: of a cascade."""
+        """The drafter of this name, loaded once; None for PLAIN. k_matrix: that of a cascade, as JSON."""
         if name == PLAIN:
             return None
         if not name.startswith("cascade:"):
@@ -54,8 +54,8 @@ class Bench:
         return self._cascades[name, k_matrix]
 
     def costs(self, cascade: Cascade) -> list[float] | None:
-        """Cost of a pass of the target and of each draft, by the sweep's cost model; None with a head among them, whose
-        cost is not known."""
+        """Cost of a pass of the target and of each draft, by the sweep's cost model; None if a draft is a head, whose
+        cost is unknown."""
         if cascade.has_head:
             return None
         models = [self.base, *(getattr(draft, "small", None) for draft in cascade.drafts)]
@@ -67,7 +67,7 @@ class Bench:
         return self._costs[key]
 
     def identity(self) -> list[Any]:
-        """What tells these models from others of the same names; of a cascade, its parts."""
+        """What tells these models apart from others with the same names; for a cascade, its parts."""
         named = sorted(self.models.drafters.items(), key=lambda item: item[0])
         drafters = [[name, identify_drafter(drafter, self.base.device.type)] for name, drafter in named]
         return [identify_base(self.base), drafters]

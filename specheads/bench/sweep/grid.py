@@ -25,8 +25,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to decode. drafter, accept, tree: their texts (tree None: the drafter's own). temperature 0 is greedy.
-    top_k: sample among so many tokens, 0 all. k_matrix: of a cascade, as JSON."""
+    """One way to decode. drafter, accept, tree: as text, as on the command line (tree None: the drafter's default).
+    temperature 0 is greedy. top_k: sample among this many tokens; 0: among all. k_matrix: of a cascade, as JSON."""
 
     drafter: str
     accept: str = "exact"
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def reference(self) -> Setting:
-        """What its speed is compared with: the same drafts under the exact rule; for a lossless rule, no drafts."""
+        """The setting to compare speed with: the same drafts under the exact rule; for a lossless rule, no drafts."""
         if self.drafter != PLAIN and not self.lossless:
             return dataclasses.replace(self, accept="exact")
         return dataclasses.replace(self, drafter=PLAIN, accept="exact", tree=None, k_matrix="")
@@ -55,18 +55,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All drafters × rules × trees × temperatures × top-k on one task; every list may be given as one value.
+    """All drafters × rules × trees × temperatures × top-k on one task. A single value may stand for a list of one.
 
-    drafters: head checkpoints, `model:PATH`, `cascade:DRAFTER+DRAFTER…`, `auto` (with the first head), `none`, or texts
-    of DRAFTERS. The target is `base`, else the base that a head names. accept: texts of rules; commas give several,
-    `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in accept, in place of its own. k_matrices: of cascades, lists
-    of rows. leniency, notation: of `Cascade`. cost: of a pass, measured here, or model_parameters or previous_work.
-    trees: texts of plans. gamma: chains of so many tokens. top_k: sample among so many tokens; 1 is greedy, as is
-    temperature 0. task: signatures, syntax, mmlu, sampled_mmlu, gsm8k, csqa, humaneval, or prompts without answers.
-    data: files of its rows, else the hub or what is shipped. batch_size: prompts judged at once. speed_prompts: so many
-    of them, evenly spaced, also give the speed, one by one, `repeats` times. clock: `wall`, or `cpu`, the time this
-    process computes, for a CPU that others use too. max_new_tokens: None for the task's own. run_code: let HumanEval
-    run what the model wrote.
+    drafters: head checkpoints, `model:PATH`, `cascade:DRAFTER+DRAFTER…`, `auto` (with the first head), `none`, or names
+    in DRAFTERS. The target is `base`, else the base that a head names. accept: names of rules; commas give several, as
+    in `fuzzy:js,tv:0.1,0.2`. thresholds: replace the threshold of each lossy rule in accept. k_matrices: of cascades,
+    as lists of rows. leniency, notation: of `Cascade`. cost: of a pass, measured here, or model_parameters or
+    previous_work. trees: names of plans. gamma: lengths of chains. top_k: sample among this many tokens; 1 is greedy,
+    as is temperature 0. task: signatures, syntax, mmlu, sampled_mmlu, gsm8k, csqa, humaneval, or prompts (without
+    answers). data: files with the task's rows (default: the hub's or the shipped ones). batch_size: prompts decoded
+    together to judge their text. speed_prompts: this many prompts, evenly spaced, are also timed one by one, `repeats`
+    times. clock: `wall`, or `cpu`, this process's CPU time, for a shared CPU. max_new_tokens: None for the task's own.
+    run_code: let HumanEval run code that the model wrote.
     """
 
     drafters: tuple[str, ...]
@@ -140,7 +140,7 @@ class Sweep:
         self.settings()
 
     def _refuse_unused(self, has_cascade: bool) -> None:
-        """OptionError for an option that was given, so differs from its default, and would change nothing."""
+        """OptionError for an option that differs from its default but would have no effect."""
         rules = itertools.chain.from_iterable(map(expand_rules, self.accept))
         default = {field.name: field.default for field in dataclasses.fields(self)}
         for name, used, other in (
@@ -167,7 +167,7 @@ class Sweep:
         return cls(**options)
 
     def rules(self) -> list[str]:
-        """The rules as `RULES.write` writes them, each once."""
+        """The rules as `RULES.write` writes them, without duplicates."""
         rules: dict[str, None] = {}
         for text in itertools.chain.from_iterable(map(expand_rules, self.accept)):
             if self.thresholds and threshold_field(text):
@@ -177,7 +177,7 @@ class Sweep:
         return list(rules)
 
     def samplings(self) -> list[tuple[float, int]]:
-        """Temperature and top-k of each way to sample, each once; greedy is (0, 0), whichever of the two says so."""
+        """The (temperature, top-k) pairs, without duplicates. Greedy is (0, 0), whichever of the two asks for it."""
         top_k = self.top_k or (0,)
         temperatures = self.temperature or ((1.0,) if any(k > 1 for k in top_k) else (0.0,))
         pairs = [(t, k) if t and k != 1 else (0.0, 0) for t in temperatures for k in top_k]
@@ -199,7 +199,7 @@ class Sweep:
 
 
 def expand_rules(text: str) -> Iterator[str]:
-    """The rules of a text with commas: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
+    """Expand a text with commas into rules: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
     parts = []
     for part in text.split(":"):
         key, equals, values = part.rpartition("=")
@@ -208,8 +208,8 @@ def expand_rules(text: str) -> Iterator[str]:
 
 
 def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
-    """The sweep in a YAML file, if any, with these options over it. ValueError if it cannot be run, OSError if the file
-    cannot be read."""
+    """The sweep in a YAML file, if any, with these options overriding it. ValueError if it cannot be run, OSError if
+    the file cannot be read."""
     options: Any = {}
     if path is not None:
         options = parse_file(path)
@@ -219,12 +219,12 @@ def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
 
 
 def parse_numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
-    """`0.02,0.05` → numbers. ValueError that names the option."""
+    """`0.02,0.05` → [0.02, 0.05]. ValueError, with the option's name, if a number cannot be parsed."""
     return None if text is None else [_parse_value(name, part.strip(), kind) for part in text.split(",")]
 
 
 def parse_range(text: str, name: str) -> tuple[int | None, int]:
-    """`32-256` → (32, 256), `96` → (None, 96). ValueError that names the option."""
+    """`32-256` → (32, 256), `96` → (None, 96). ValueError, with the option's name, if it cannot be parsed."""
     low, dash, high = text.partition("-")
     if not dash:
         low, high = "", low
@@ -235,7 +235,7 @@ def parse_range(text: str, name: str) -> tuple[int | None, int]:
 
 
 def _parse_matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
-    """Matrices as lists or JSON, or the rows of one → each as JSON."""
+    """Each matrix as JSON. given: matrices as lists or JSON, or the rows of a single matrix."""
     try:
         read = [json.loads(matrix) if isinstance(matrix, str) else matrix for matrix in given]
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""How far a text is from the target's distribution, by the text alone: the same measure for every rule.
+"""How far a text is from the target's distribution, measured from the text alone, so alike for every rule.
 
 p is the target's distribution. Shapes: T generated tokens, V vocabulary.
 """
@@ -19,8 +19,8 @@ from specheads.decoding.target.seq2seq import decoder_start
 
 @dataclass(frozen=True)
 class Distance:
-    """Sums over tokens. nats: of each token's distance. outside: tokens to which p gives 0, not counted in nats.
-    tokens: all of them."""
+    """Sums over tokens. nats: the tokens' distances. outside: number of tokens with p = 0, left out of nats. tokens:
+    number of all tokens."""
 
     nats: float = 0.0
     outside: int = 0
@@ -31,7 +31,7 @@ class Distance:
 
     @property
     def mean(self) -> float | None:
-        """Nats a token, over tokens that p allows; None if there are none."""
+        """Nats per token, over tokens with p > 0; None if there are none."""
         inside = self.tokens - self.outside
         return self.nats / inside if inside else None
 
@@ -67,7 +67,7 @@ def distance(
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of ids → ids (B, T) and mask (B, T), padded on the right, where nothing that counts attends it."""
+    """Rows of ids → ids (B, T) and mask (B, T), padded on the right, where no real token attends to padding."""
     width = max(map(len, rows))
     ids = [[*row, *[0] * (width - len(row))] for row in rows]
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
@@ -75,7 +75,7 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
 
 
 def surprisal(logits: Tensor, x: Tensor, temperature: float, top_k: int) -> Tensor:
-    """Of tokens x (T,) under logits (T, V), each token's term of `distance`; infinite where p rules it out."""
+    """Each token's term of `distance` (T,), for tokens x (T,) under logits (T, V); infinite where p is 0."""
     x = x.unsqueeze(1)
     if not temperature:
         return (logits.max(-1, keepdim=True).values - logits.gather(1, x)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Measures one setting: speed interleaved with its reference, accepted drafts, right answers."""
+"""Measures one setting: speed, interleaved with its reference, accepted drafts and right answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.randomness import row_seeds
 
 Row = dict[str, Any]
-# Columns that differ from run to run, even of the same setting. The first four are those of `specheads bench`.
+# Columns that vary between runs of the same setting. The first four are also those of `specheads bench`.
 SPEED = ("tokens_per_second", "speed_up", "speed_up_interval", "step_seconds")
 TIMED = (*SPEED, "seconds", "speed_up_of_each_repeat")
 
 
 def decoder(bench: Bench, setting: Setting, max_new_tokens: int) -> runner.Decoder:
-    """A decoder that runs our loop under that setting, and under nothing that the target's own generation config adds:
-    the distance of its text is from the target's logits."""
+    """A decoder that runs our loop with this setting, ignoring the target's own generation config: the distance of its
+    text is measured from the target's plain logits."""
     sampling = dict(NEUTRAL)
     if setting.temperature:
         sampling |= {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k}
@@ -42,14 +42,14 @@ def decoder(bench: Bench, setting: Setting, max_new_tokens: int) -> runner.Decod
 
 
 def plan_of(setting: Setting, drafter: Drafter | None) -> Plan | None:
-    """The setting's tree; None for the drafter's default, and if nothing drafts."""
+    """The setting's tree; None for the drafter's default, or if nothing is drafted."""
     if drafter is None or setting.tree is None:
         return None
     return as_plan(setting.tree, drafter)
 
 
 def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
-    """The ids of each prompt, in the chat template if `sweep.chat`. ValueError for a prompt without tokens."""
+    """The token ids of each prompt, in the chat template if `sweep.chat`. ValueError for a prompt without tokens."""
     made = []
     for question in task.questions:
         prompt = question.prompt
@@ -65,12 +65,12 @@ def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
 def batches_of(
     bench: Bench, sweep: Sweep, setting: Setting, prompts: list[list[int]], indices: Sequence[int], size: int
 ) -> list[dict[str, Any]]:
-    """Batches of `size` of the prompts at these indices. Each prompt is sampled by a seed of its own."""
+    """Batches of `size` from the prompts at these indices. Each prompt is sampled with its own seed."""
     side = "right" if bench.base.config.is_encoder_decoder else "left"
     chosen, device = [prompts[i] for i in indices], bench.base.device
     batches: list[dict[str, Any]] = [*prompt_batches.batches(bench.tokenizer, chosen, device, size, side=side)]
     if setting.temperature:
-        # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and the setting.
+        # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and setting.
         seeds = row_seeds(sweep.seed, len(prompts))
         for number, batch in enumerate(batches):
             batch["seeds"] = [seeds[i] for i in indices[number * size : (number + 1) * size]]
@@ -82,14 +82,14 @@ def measure(
     report: Callable[[float, str], None] | None = None,
 ) -> Row:  # fmt: skip
     """Measure the setting's row. Text is judged on all prompts, in batches. Speed is measured on `speed_prompts` of
-    them, evenly spaced, one by one, in turn with the setting's reference, as a ratio to it."""
+    them, evenly spaced, one by one, interleaved with the setting's reference, and given as a ratio to it."""
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     own, other = str(setting), str(setting.reference)
     racers = {own: decoder(bench, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, setting.reference, length)
-    spaced = spaced_indices(len(prompts), sweep.speed_prompts)  # the first of a task may be from one file
+    spaced = spaced_indices(len(prompts), sweep.speed_prompts)  # the first prompts may all be from one file
     batches = batches_of(bench, sweep, setting, prompts, spaced, 1)
-    runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
+    runs = len(batches) * len(racers) * sweep.repeats  # for progress; each judged batch counts as one more
     raced = runs / (runs + len(prompts) / sweep.batch_size)
 
     def racing(part: float, name: str) -> None:
@@ -119,7 +119,7 @@ def judge_texts(
 ) -> Row:  # fmt: skip
     """Figures of the setting's text on all prompts: accepted drafts, right answers, distance from the target."""
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
-    # A cascade counts the passes of its models, which a batch would share.
+    # A cascade counts its models' passes, which the rows of a batch would share.
     size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
     far, right, outputs, passes = Distance(), 0, [], []
     batches = batches_of(bench, sweep, setting, prompts, range(len(prompts)), size)
@@ -150,8 +150,9 @@ def judge_texts(
 
 
 def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_reviews: list[int] | None) -> Row:
-    """For a cascade: the reviews by each of its drafts, and the standardised walltime improvement by the sweep's cost
-    model. None for other drafters, which do not count. gained: tokens from `reviews` by the target."""
+    """For a cascade: the reviews by each of its drafts, and the standardised walltime improvement under the sweep's
+    cost model; None for other drafters, which do not count reviews. gained: tokens from `reviews` passes of the
+    target."""
     if draft_reviews is None:
         return {"draft_reviews": None, "swi": None}
     costs = bench.costs(drafter)
@@ -160,9 +161,10 @@ def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_review
 
 
 def replay(bench: Bench, record: Record, setting: Setting, prompts: list[list[int]]) -> Row:
-    """The setting's row against a record of the target, which does not decode: no speed, and no figures of the text.
+    """The setting's row, replayed against a record of the target's texts. Nothing is decoded, so there is no speed and
+    there are no figures of the text.
 
-    ValueError for a setting that a record cannot replay."""
+    ValueError for a setting that cannot be replayed."""
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     if drafter is None or setting.accept != "exact" or setting.temperature:
         raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")

@@ -1,5 +1,5 @@
-"""The curves of a sweep as PNG: speed and accepted length against accuracy and against distance from the target or, if
-every rule is lossless, against what is drafted."""
+"""A sweep's curves as PNG: speed and accepted length against accuracy and distance from the target or, if every rule is
+lossless, against the tree drafted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ AXES = {
     "over_exact": "speed over the exact rule", "accepted_length": "accepted length (tokens a step)",
     "speed_up": "speed over no drafts",
 }  # fmt: skip
-MOST_ENDS = 12  # most lines that are labelled at their ends
+MOST_ENDS = 12  # with more lines than this, a legend replaces labels at the lines' ends
 MARKERS = "osv^D<>pP*Xhd"
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """sweep.png: a curve a rule and drafter, its points in the order of the threshold; without a lossy rule a curve a
-    drafter, its points its trees."""
+    """Draw sweep.png: a curve for each rule and drafter, its points ordered by threshold; without a lossy rule, a curve
+    for each drafter, with a point for each tree."""
     require_matplotlib()
     import matplotlib
 
@@ -41,7 +41,7 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
 
 
 def by_threshold(rows: Sequence[Row]) -> Any:
-    """Two or four panels: speed and accepted length, against distance from the target and against accuracy."""
+    """Two or four panels: speed and accepted length against distance from the target and, if known, accuracy."""
     from matplotlib import pyplot
 
     across = ["surprisal_excess", *(["accuracy"] if any(row["accuracy"] is not None for row in rows) else [])]
@@ -74,7 +74,7 @@ def by_threshold(rows: Sequence[Row]) -> Any:
 
 
 def by_tree(rows: Sequence[Row]) -> Any:
-    """Two panels: speed and accepted length, against the length of chains, or tree by tree."""
+    """Two panels: speed and accepted length against chain length, or by tree."""
     from matplotlib import pyplot
 
     drafted = [row for row in rows if row["drafter"] != PLAIN]
@@ -103,27 +103,28 @@ def by_tree(rows: Sequence[Row]) -> Any:
 
 
 def sampling_of(row: Row) -> str:
-    """`T=1 k=50`; nothing for greedy decoding, and no k for all tokens."""
+    """A label such as `T=1 k=50`; empty for greedy decoding, without k if it samples among all tokens."""
     parts = [f"T={row['temperature']:g}"] if row["temperature"] else []
     return " ".join([*parts, *([f"k={row['top_k']}"] if row["top_k"] else [])])
 
 
 def draw_legend_below(figure: Any, lines: Sequence[Any]) -> None:
-    """Draw a legend under all panels, in as many columns as fit, if the lines are too many to label at their ends."""
+    """Draw a legend below all panels, in as many columns as fit, if there are too many lines to label at their ends."""
     longest = 0.09 * max(len(line.get_label()) for line in lines) + 0.6  # inches
     columns = max(1, int(figure.get_figwidth() / longest))
     figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def require_matplotlib() -> None:
-    """ImportError, with what to do, if it is not installed."""
+    """ImportError, with what to do, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("pictures need matplotlib: pip install 'specheads[sweep]', or leave them out with --no-plots")
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as curves: a curve has the rows that differ only in the threshold, in its order. Plain decoding is in
-    none. over_exact: a lossy rule's own ratio; another lossless rule's over no drafts, by the exact rule's."""
+    """The rows as curves: each has rows that differ only in the threshold, in its order, without plain decoding.
+    over_exact: a lossy rule's own ratio; for another lossless rule, its speed-up over no drafts divided by that of the
+    exact rule."""
 
     def drafts(row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in ("drafter", "k_matrix", "tree", "temperature", "top_k"))

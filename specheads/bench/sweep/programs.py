@@ -1,4 +1,4 @@
-"""HumanEval's check: the program a completion makes, run against the problem's tests in a process of its own."""
+"""HumanEval's check: the completed program is run against the problem's tests in a separate process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-# What begins something else after the function that was asked for.
+# The start of code or text after the requested function.
 _ENDS = re.compile(r"\n(?=(?:class|def|if|print|#|@|import|from)\b|#|@|```)")
 
 
@@ -18,7 +18,7 @@ def complete_function(prompt: str, completion: str) -> str:
 
 def passes(prompt: str, completion: str, test: str, entry_point: str, *, seconds: float = 10.0) -> bool:
     """Does the completed function pass its tests in time? Runs code that a model wrote: without environment, input or
-    output, in a temporary folder, but with all the rights of this process."""
+    output, in a temporary folder, but with all permissions of this process."""
     program = f"{complete_function(prompt, completion)}\n{test}\ncheck({entry_point})\n"
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -1,4 +1,4 @@
-"""A sweep's rows as JSON, CSV and Markdown, all from the same values. The pictures are in `plots`."""
+"""A sweep's rows as JSON, CSV and Markdown, all from the same values. Plots are drawn in `plots`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NAME = "sweep"
 
 
 def with_plain(rows: Sequence[Row]) -> list[Row]:
-    """The rows with `speed_up_over_plain`. A lossy rule is not raced against plain decoding: its value is its own ratio
-    times its reference's, None if the reference is not among the rows."""
+    """The rows with `speed_up_over_plain` added. A lossy rule is not raced against plain decoding: its value is its own
+    ratio times its reference's, None if the reference is not among the rows."""
     known = {_setting_key(row): row for row in rows}
     made = []
     for row in rows:
@@ -32,7 +32,7 @@ def with_plain(rows: Sequence[Row]) -> list[Row]:
 
 
 def _setting_key(row: Row, accept: str | None = None) -> tuple[Any, ...]:
-    """What tells a row's setting from others. accept: of the same setting under this rule."""
+    """A key that identifies a row's setting. accept: as if it had this rule instead."""
     rule = row["accept"] if accept is None else accept
     return row["drafter"], rule, row["tree"], row["temperature"], row["top_k"], row.get("k_matrix")
 
@@ -63,7 +63,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns and lines; a column without a value in any row is left out."""
+    """The table's columns and lines, without columns that have no value in any row."""
     rows = with_plain(rows)
     columns: dict[str, Any] = {
         "drafter": lambda r: r["drafter"],
@@ -90,8 +90,8 @@ def cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
 
 
 def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] | None:
-    """Chains of γ by top-k, as in the notebook: accepted drafts of all tokens, and seconds of the speed prompts, as
-    columns and lines. None unless there are several γ or several k."""
+    """Columns and lines of a table of γ (chain length) by top-k, as in the notebook: accepted drafts as a share of all
+    tokens, and seconds of the speed prompts. None unless there are several γ or several k."""
     chains = [r for r in rows if r["accept"] == "exact" and str(r["tree"]).startswith("chain:")]
     samplings = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
     trees = list(dict.fromkeys((r["drafter"], r.get("k_matrix"), r["tree"]) for r in chains))
@@ -117,7 +117,7 @@ def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] |
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line a row; lists are joined by spaces."""
+    """The rows as CSV; lists are joined by spaces."""
     rows = with_plain(rows)
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -160,9 +160,9 @@ def as_markdown(rows: Sequence[Row], record: dict[str, Any], pictures: Sequence[
 
 
 def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: bool = True) -> list[Path]:
-    """Write sweep.json, sweep.csv, sweep.md and, with plots, PNG pictures into `folder`.
+    """Write sweep.json, sweep.csv, sweep.md and, if `plots`, PNG plots into `folder`.
 
-    ImportError with plots if matplotlib is not installed."""
+    ImportError if `plots` and matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[Path] = []
     if plots:
@@ -177,12 +177,12 @@ def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: b
     made = []
     for suffix, text in texts.items():
         made.append(folder / f"{NAME}.{suffix}")
-        write_whole(made[-1].resolve(), text)  # resolved, so that a link stays one
+        write_whole(made[-1].resolve(), text)  # resolved, so that a symbolic link is not replaced
     return made + pictures
 
 
 def _counts(row: Row) -> str | None:
-    """Reviews by the target and by each draft of a cascade."""
+    """The numbers of reviews by the target and by each draft of a cascade, as text."""
     return None if row.get("draft_reviews") is None else " / ".join(map(str, [row["reviews"], *row["draft_reviews"]]))
 
 

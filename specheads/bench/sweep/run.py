@@ -1,4 +1,4 @@
-"""Runs all settings of a sweep, in one process or several; finished settings are saved and not measured again."""
+"""Runs all settings of a sweep, in one process or several. Finished settings are saved and not measured again."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from specheads.models.base.fingerprint import differences, fingerprint_base
 from specheads.terminal import Report
 
 logger = logging.get_logger(__name__)
-FORMAT = 5  # of a row; rows of another format are measured anew
+FORMAT = 5  # version of the rows; rows of another version are measured again
 
 
 def key_of(setting: Setting, common: str) -> str:
     """A digest of one setting and of `common`, which the settings of a sweep share."""
-    # Without default values, so that a new field does not invalidate finished settings.
+    # Fields with default values are left out, so that a new field does not invalidate finished settings.
     fields = {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)}
     given = {f.name: fields[f.name] for f in dataclasses.fields(setting) if fields[f.name] != f.default}
     return digest(given, common)
 
 
 def common_of(bench: Bench, sweep: Sweep, task: Task, workers: int = 1) -> str:
-    """A digest of the models, prompts, answers, lengths and the machine, without which a row would be another's."""
+    """A digest of all else that a row depends on: the models, prompts, answers, lengths and machine."""
     prompts = prompts_of(bench, sweep, task)
     answers = [question.answer for question in task.questions]
     length = sweep.max_new_tokens or task.max_new_tokens
     shared = [
         bench.identity(), prompts, answers, length, sweep.repeats, sweep.speed_prompts, sweep.clock, sweep.batch_size,
         sweep.seed, task.name, FORMAT,
-        # Workers share the threads of a CPU, its caches and its memory, and are on one GPU each.
+        # Workers share the CPU's threads, caches and memory, and have one GPU each.
         {**identify_machine(bench.base.device.type), "torch_threads": threads_of(workers)},
         *([workers] if workers > 1 else []),
     ]  # fmt: skip
@@ -56,7 +56,7 @@ def common_of(bench: Bench, sweep: Sweep, task: Task, workers: int = 1) -> str:
 
 
 def threads_of(workers: int) -> int:
-    """Threads of torch in each of so many processes."""
+    """The number of torch threads in each of `workers` processes."""
     return max(1, torch.get_num_threads() // workers)
 
 
@@ -64,8 +64,8 @@ def complete(
     results: Results, settings: Sequence[Setting], common: str,
     measured: Callable[[list[Setting], Callable[[float, str], None]], Iterable[tuple[Setting, Row]]], tell: Report,
 ) -> list[Row]:  # fmt: skip
-    """The row of each setting, in order: from `results` if it is there, else from `measured`, which gets the remaining
-    settings and a function to report progress. Ctrl-C says how many are done."""
+    """The row of each setting, in order: from `results` if present, else from `measured`, which is given the remaining
+    settings and a function to report progress. KeyboardInterrupt says how many are done."""
     keys = {setting: key_of(setting, common) for setting in settings}
     left = [setting for setting in settings if keys[setting] not in results.rows]
     done = len(settings) - len(left)
@@ -88,7 +88,7 @@ def complete(
 def run(
     sweep: Sweep, folder: Path, *, dtype: str = "auto", device: str = "auto", workers: int = 1, tell: Report
 ) -> list[Row]:  # fmt: skip
-    """Measure every setting that is not in `folder`/results.jsonl; the rows of all, in the grid's order."""
+    """Measure every setting that is not in `folder`/results.jsonl → the rows of all settings, in the grid's order."""
     bench = Bench(sweep, dtype, device)
     task = _task(sweep, bench)
 
@@ -105,8 +105,8 @@ def run(
 
 
 def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: str, tell: Report) -> list[Row]:
-    """As `run`, but each setting that drafts is reviewed against the record in `path`, which the target writes first if
-    it is missing."""
+    """As `run`, but each setting that drafts is replayed against the record in `path`, which is first generated with
+    the target if it is missing."""
     bench = Bench(sweep, dtype, device)
     task = _task(sweep, bench)
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
@@ -127,8 +127,8 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
 
 
 def load_record(path: Path, base: PreTrainedModel, length: int | None = None) -> Record:
-    """The texts in a record, `length` tokens of each, or None for all. ValueError for one of another target, or of
-    shorter texts; a warning where it does not say of which target it is."""
+    """The texts in a record, cut to `length` tokens each (None: uncut). ValueError if it is of another target or its
+    texts are shorter; a warning if it does not name its target."""
     known, own = Record.load(path), fingerprint_base(base)
     told = known.base or {}
     if known.base is None:
@@ -149,8 +149,8 @@ def load_record(path: Path, base: PreTrainedModel, length: int | None = None) ->
 def over_processes(
     sweep: Sweep, settings: list[Setting], workers: int, dtype: str, device: str
 ) -> Iterator[tuple[Setting, Row]]:
-    """Each setting and its row, as `workers` processes finish them. Each process has its own models: on CUDA on the
-    next device, on a CPU with its share of the threads."""
+    """Each setting and its row, as `workers` processes finish them. Each process loads its own models: on CUDA, on the
+    next device; on a CPU, with its share of the threads."""
     spawn = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
     numbers = spawn.Queue()
     for number in range(workers):

@@ -1,7 +1,7 @@
 """A task with exact answers from shipped data: repeat the parameters of a function of the held-out standard library.
 
-The prompt is the beginning of a function in a held-out file and, below it, `def NAME(` once more. The right answer is
-its parameter list, exact but for white space. The shipped base gets about half of them.
+The prompt is the beginning of a function in a held-out file and, below it, `def NAME(` again. The right answer is its
+parameter list, compared without white space. The shipped base gets about half of them right.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from specheads.bench.prompts import evenly_spaced
 from specheads.data import corpus
 
 SHOWN = 64  # tokens of the function that the prompt shows
-SHORTEST, LONGEST = 6, 12  # tokens of a parameter list; one shorter is `self` as a rule
+SHORTEST, LONGEST = 6, 12  # tokens of a parameter list; a shorter one is usually just `self`
 
 
 def signature_questions(tokenizer: Any, count: int) -> list[tuple[list[int], str]]:
-    """`count` pairs of prompt ids and parameter list, evenly spaced over all, the same for the same files.
+    """`count` pairs of prompt ids and parameter list, evenly spaced over all there are, the same for the same files.
 
     ValueError if there are fewer.
     """
@@ -42,7 +42,7 @@ def signature_questions(tokenizer: Any, count: int) -> list[tuple[list[int], str
 def functions(text: str) -> Iterator[tuple[str, str, str]]:
     """For each function in a file: `    def NAME(`, what follows up to the colon before its body, and its source.
 
-    None from a file that this Python cannot parse, or from lines that are not ASCII, whose columns are bytes."""
+    None from a file that this Python cannot parse or that is not ASCII, since ast counts columns in bytes."""
     try:
         module = ast.parse(text)
     except SyntaxError:
@@ -67,8 +67,8 @@ def functions(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def signature_written(text: str) -> str | None:
-    """The parameters and annotations after `def NAME(` up to the colon that ends them, without white space; None if no
-    colon does."""
+    """The parameters and annotations after `def NAME(` up to the colon that ends them, without white space; None if
+    there is no such colon."""
     written = _until_colon(text)
     return None if written is None else plain(written)
 

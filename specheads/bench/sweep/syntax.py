@@ -1,6 +1,6 @@
-"""An exactly judged task of shipped data with text of some length: continue a function so that Python can parse it.
+"""A task with exact answers and longer texts from shipped data: continue a function so that Python can parse it.
 
-The prompt is the first lines of a function out of a held-out file; what is written is right where no line that is whole
+The prompt is the first lines of a function in a held-out file. A completion is right if none of its complete lines
 breaks Python's grammar. Nothing is run.
 """
 
@@ -14,16 +14,16 @@ from specheads.bench.prompts import evenly_spaced
 from specheads.bench.sweep.signatures import functions
 from specheads.data import corpus
 
-SHOWN = 64  # tokens of the function that the prompt shows, at most and in whole lines
-LEFT = 24  # tokens that the function has beyond SHOWN, at least
+SHOWN = 64  # most tokens of the function that the prompt shows, in whole lines
+LEFT = 24  # fewest tokens that the function has beyond SHOWN
 ALLOW_INCOMPLETE = codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]  # known to consoles
 
 
 def syntax_questions(tokenizer: Any, count: int) -> list[tuple[str, str]]:
-    """`count` pairs of prompt and the blocks it lies in (see `blocks`), evenly spaced over all there are, the same for
+    """`count` pairs of a prompt and the blocks around it (see `blocks`), evenly spaced over all there are, the same for
     the same files.
 
-    ValueError where there are fewer.
+    ValueError if there are fewer.
     """
     usable = []
     for _, text in corpus.texts("held_out"):
@@ -31,7 +31,7 @@ def syntax_questions(tokenizer: Any, count: int) -> list[tuple[str, str]]:
             indent = len(head) - len(head.lstrip())
             lines = source.splitlines(keepends=True)
             shown = beginning(tokenizer, lines, blocks(indent))
-            # 12 characters a token is more than code has.
+            # Code has fewer than 12 characters per token.
             if shown and len(tokenizer(source[: 12 * (SHOWN + LEFT)])["input_ids"]) >= SHOWN + LEFT:
                 usable.append((shown, blocks(indent)))
     if len(usable) < count:
@@ -40,8 +40,8 @@ def syntax_questions(tokenizer: Any, count: int) -> list[tuple[str, str]]:
 
 
 def beginning(tokenizer: Any, lines: list[str], around: str) -> str | None:
-    """The first lines of a function, at most SHOWN tokens of them; None where a statement or a text would continue
-    after them, or they are the definition alone."""
+    """The first lines of a function, at most SHOWN tokens; None if they end inside a statement or string, or contain
+    only the definition line."""
     shown, number = "", 0
     for line in lines:
         if len(tokenizer(shown + line)["input_ids"]) > SHOWN:
@@ -54,24 +54,24 @@ def beginning(tokenizer: Any, lines: list[str], around: str) -> str | None:
 
 
 def blocks(indent: int) -> str:
-    """Lines that open a block at every fourth column in front of `indent`, for a piece of a file to stand in."""
+    """Lines that open a block at every fourth column before `indent`, so that an indented part of a file parses."""
     return "".join(" " * column + "if True:\n" for column in range(0, indent, 4))
 
 
 def parses(prompt: str, completion: str, around: str) -> bool:
-    """Can Python parse prompt and completion as far as they go, in whole lines? around: the blocks they lie in."""
+    """Can Python parse the complete lines of prompt and completion? around: lines that open the blocks around them."""
     text = prompt + completion
     return compiles(around + text[: text.rfind("\n") + 1], ALLOW_INCOMPLETE)
 
 
 def compiles(text: str, flags: int = 0) -> bool:
-    """Is it a program, or with ALLOW_INCOMPLETE the beginning of one? It is not run."""
+    """Is the text a valid program or, with ALLOW_INCOMPLETE, the beginning of one? It is not run."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it would warn about, a model wrote it
+        warnings.simplefilter("ignore")  # about code that a model wrote
         try:
             compile(text, "<written>", "exec", flags, dont_inherit=True)
         except SyntaxError as error:
             return bool(flags) and "incomplete input" in str(error)
-        except (ValueError, RecursionError, MemoryError):  # null characters, or nested too deeply
+        except (ValueError, RecursionError, MemoryError):  # null characters, or nesting that is too deep
             return False
     return True

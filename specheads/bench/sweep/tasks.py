@@ -1,8 +1,8 @@
-"""Questions with answers that are checked exactly: MMLU, GSM8K, CSQA and HumanEval, or one made of shipped data.
+"""Tasks whose answers are checked exactly: MMLU, GSM8K, CSQA, HumanEval, and those made from shipped data.
 
-Prompts of MMLU and GSM8K are those of Cascade Speculative Drafting, arXiv:2312.11462; CSQA is asked as MMLU is, and
-HumanEval by its own prompts. Rows come from the hub or from local files with the hub's columns; those of MMLU may have
-the columns that CS Drafting's files have.
+Prompts of MMLU and GSM8K are those of Cascade Speculative Drafting, arXiv:2312.11462. CSQA is asked like MMLU, and
+HumanEval with its own prompts. Rows come from the hub or from local files with the hub's columns; MMLU also accepts the
+columns of CS Drafting's files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: text or token ids. answer: as the task's `parse` gives it."""
+    """prompt: text or token ids. answer: the right one, in the form that the task's `parse` returns."""
 
     prompt: str | list[int]
     answer: str
@@ -36,8 +36,8 @@ class Question:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where rows are on the hub, and how a row becomes a question. columns: rows of the task have one of them. parse:
-    a text written for a question → the answer it gives. max_new_tokens: of an answer."""
+    """Where rows are on the hub, and how a row becomes a question. columns: each row of the task has one of them.
+    parse: text written for a question → the answer it gives. max_new_tokens: for an answer."""
 
     hub: str
     subset: str | None
@@ -50,7 +50,7 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class Task:
-    """Questions, and how their answers are judged. correct None: they have no answers."""
+    """Questions, and how their answers are judged. correct: None if they have no answers."""
 
     name: str
     questions: list[Question]
@@ -59,9 +59,9 @@ class Task:
 
 
 def choice_of(text: str, letters: str) -> str | None:
-    """The letter, of those that the question has, which a worked answer chooses: after the last "answer is", "answer is
-    option" or "answer:", else the last in brackets, else at the start of the text. Markdown's asterisks and LaTeX's
-    boxes around it do not count."""
+    """The one of `letters` that a worked answer chooses: after the last "answer is", "answer is option" or "answer:",
+    else the last one in brackets, else at the start of the text. Markdown asterisks and LaTeX boxes around it are
+    ignored."""
     text = text.replace("*", "")
     while (unboxed := re.sub(r"\$?\\(?:boxed|text\w*)\s*\{([^{}]*)\}\$?", r"\1", text)) != text:
         text = unboxed
@@ -78,7 +78,7 @@ def choice_for(text: str, asked: Question) -> str | None:
 def number_of(text: str) -> str | None:
     """The number that a worked answer ends with: after "####", else after the last "answer is", else the last number.
 
-    Without thousands separators, and without a fraction where that is zero.
+    Without thousands separators, and without the fraction if it is zero.
     """
     number = r"\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)"
     found = re.findall("####" + number, text) or re.findall(r"answer\s*(?:is|:)\s*:?" + number, text, re.IGNORECASE)
@@ -90,7 +90,8 @@ def number_of(text: str) -> str | None:
 
 
 def mmlu(row: Mapping[str, Any]) -> Question:
-    """question, choices, answer (a letter or its number), as on the hub; or CS Drafting's input, A, B, C, D, target."""
+    """A row of MMLU as a question. Columns: question, choices, answer (a letter or its index), as on the hub; or CS
+    Drafting's input, A, B, C, D, target."""
     columns, choices = mmlu_columns(row), _mmlu_choices(row)
     if columns["target"] not in choices:
         raise ValueError(f"the answer {columns['target']!r} is none of its choices {', '.join(choices)}")
@@ -98,14 +99,14 @@ def mmlu(row: Mapping[str, Any]) -> Question:
 
 
 def mmlu_prompt(row: Mapping[str, Any]) -> str:
-    """The question of a row in either form, which need not have its answer."""
+    """The prompt for a row with either set of columns; the answer may be missing."""
     question = row["input"] if row.get("input") is not None else row["question"]
     choices = _mmlu_choices(row)
     return f"Question: {question}\n{_lettered([*choices], [*choices.values()])}\n Answer: \n Let's think step by step. "
 
 
 def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of MMLU in CS Drafting's columns, whichever it has."""
+    """A row of MMLU converted to CS Drafting's columns, whichever columns it has."""
     if row.get("input") is not None:
         return {name: row[name] for name in ("input", *"ABCD", "target")}
     answer = row["answer"]
@@ -114,7 +115,7 @@ def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mmlu_choices(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Letter → choice."""
+    """Letter → text of the choice."""
     if row.get("input") is not None:
         return {letter: row[letter] for letter in "ABCD" if row[letter] is not None}
     return dict(zip(LETTERS, row["choices"], strict=False))
@@ -153,8 +154,8 @@ SOURCES = {
         "openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text, asked: text, 384
     ),
 }
-SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a sample of it, in a file
-# Most new tokens of an answer, unless the sweep says otherwise.
+SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a sample of MMLU in a local file
+# Default max_new_tokens of an answer.
 LENGTHS = {
     "signatures": 24, "syntax": 96, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()},
 }  # fmt: skip
@@ -162,7 +163,7 @@ SHIPPED_QUESTIONS = 64
 
 
 def source_of(name: str, data: Sequence[str]) -> TaskSource:
-    """The source of a task's rows. ValueError for a task without rows, and for one on no hub without `data`."""
+    """The source of a task's rows. ValueError for a task without rows, or one that is not on the hub without `data`."""
     refuse_unknown([name], SOURCES, "task with rows")
     if name == "sampled_mmlu" and not data:
         raise OptionError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by {data}", data=...)
@@ -170,7 +171,7 @@ def source_of(name: str, data: Sequence[str]) -> TaskSource:
 
 
 def rows_of(source: TaskSource, data: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-    """The rows of a task: from local files, else from the hub. Of JSON with splits by name, the test split."""
+    """The rows of a task: from local files, else from the hub. From JSON with named splits, the test split."""
     from specheads.data.sources import load_dataset_rows
 
     if not data:
@@ -183,12 +184,12 @@ def rows_of(source: TaskSource, data: Sequence[str]) -> Sequence[Mapping[str, An
 
 
 def _test_split(file: Path) -> list[Any] | None:
-    """What {"test": [row …]} holds in a .json file, as CS Drafting's gsm8k file; None for any other."""
+    """The rows of a .json file of the form {"test": [row …]}, as CS Drafting's gsm8k file; None for other files."""
     if file.suffix != ".json" or not file.is_file():
         return None
     try:
         held = json.loads(file.read_text("utf8"))
-    except ValueError:  # a row a line
+    except ValueError:  # JSON lines
         return None
     rows = held.get("test") if isinstance(held, dict) else None
     return rows if isinstance(rows, list) else None
@@ -197,10 +198,10 @@ def _test_split(file: Path) -> list[Any] | None:
 def load_task(
     name: str, tokenizer: Any, *, data: Sequence[str] = (), count: int | None = None, run_code: bool = False
 ) -> Task:
-    """`count` questions of a task, evenly spaced; of `csqa` the first, as in fuzzy speculative decoding's own script.
+    """`count` questions of a task, evenly spaced; for `csqa` the first, as in fuzzy speculative decoding's own script.
 
     ValueError or OSError, with the reason, for rows that are not the task's. ValueError for HumanEval unless run_code
-    allows it to run what the model wrote."""
+    permits running code that the model wrote."""
     refuse_unknown([name], TASKS, "task")
     if name in ("signatures", "syntax") and data:
         raise ValueError(f"the task {name} is made of shipped data and takes no data")
@@ -229,7 +230,7 @@ def load_task(
         )
     questions = []
     rows = rows_of(source, data)
-    # Evenly spaced, as rows may be grouped: MMLU's by subject.
+    # Evenly spaced, since rows may be grouped, as MMLU's are by subject.
     for index in range(len(rows))[:count] if name == "csqa" else spaced_indices(len(rows), count):
         try:
             questions.append(source.question(rows[index]))

@@ -1,4 +1,4 @@
-"""The step costs of this machine, measured."""
+"""Measuring the step costs of this machine."""
 
 from specheads.bench.tune.run import merge, tune
 from specheads.bench.tune.timing import TuneConfig

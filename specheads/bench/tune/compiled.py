@@ -1,4 +1,4 @@
-"""What a compiled step costs here: each of the few steps that an automatic draft chooses from is a graph, timed whole.
+"""The cost of compiled steps: each of the few steps that an automatic draft chooses from is one graph, timed whole.
 
 Shapes: B batch rows.
 """
@@ -36,14 +36,14 @@ from specheads.decoding.tree import DraftTree
 from specheads.heads import DraftHead
 from specheads.terminal import Report
 
-Job = tuple[int, int, StaticTree | None, int]  # context length, nodes of a dummy, the head's tree, columns it reads
-UNTIMED = 3  # steps: the first reads the prompt, and the next may compile
+Job = tuple[int, int, StaticTree | None, int]  # context length, nodes of a dummy, head's tree, positions it reads
+UNTIMED = 3  # warm-up steps: the first reads the prompt, and the next may compile
 
 
 def tune_compiled(
     base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None
 ) -> StepCosts:
-    """Time steps of plain decoding and of dummy drafts, and of the head's chains; compiling each takes most of it."""
+    """Time steps of plain decoding, of dummy drafts and of the head's drafts. Compiling them takes most of the time."""
     chains = [] if head is None else [chain(n) for n in sorted({min(n, head.max_depth) for n in COMPILED_CHAINS})]
     trees = [] if head is None or head.max_depth < 2 else [parallel_chains(4, 2)]
     lengths = fitting_lengths(base, config, [tree.num_nodes for tree in (*chains, *trees)], UNTIMED)
@@ -67,7 +67,7 @@ def tune_compiled(
         return StepCosts(config.batch, verify, zero, lookup)
 
     def drafting(tree: StaticTree, width: int) -> float:
-        """Milliseconds beyond those of verifying as many nodes."""
+        """Milliseconds of a step with this tree, less those of verifying as many nodes."""
         return max(0.0, ms[lengths[0], 0, tree, width] - verify[lengths[0]](tree.num_nodes))
 
     first, *others = chains
@@ -83,7 +83,7 @@ def tune_compiled(
 
 
 def _timed(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, job: Job) -> list[float]:
-    """Milliseconds of each step, without what a dummy takes to draft. ValueError if any of it was not compiled."""
+    """Milliseconds of each step, without the dummy's drafting. ValueError if anything was not compiled."""
     length, nodes, tree, width = job
     drafter: Dummy | _Whole
     if tree is None:
@@ -109,7 +109,7 @@ def _timed(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, jo
 
 
 class _Whole(Drafter):
-    """The head's tree as AutoDrafter has it drafted in one graph with the rest of the step."""
+    """Drafts the head's tree as AutoDrafter does, in one graph with the rest of the step."""
 
     seconds = 0.0
 

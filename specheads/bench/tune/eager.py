@@ -1,6 +1,6 @@
-"""What a step costs here that is not compiled: verifying over nodes and context, drafting over levels, and the loop.
+"""The cost of eager steps: verification by nodes and context length, drafting by levels, and the loop.
 
-Each is timed in real steps of decode(), whose drafts are dummies: what they say does not matter, only their shape.
+Each is timed in real steps of decode() with dummy drafts, of which only the shape matters, not the tokens.
 Shapes: B batch rows.
 """
 
@@ -38,14 +38,14 @@ from specheads.heads import DraftHead
 from specheads.terminal import Report
 
 READS = (1, 4, 16, 64)  # positions that a head reads at once
-WIDTHS = (1, 2, 4, 8)  # nodes of a level
-CHAIN = 4  # levels over which one is timed
+WIDTHS = (1, 2, 4, 8)  # nodes in a level
+CHAIN = 4  # levels timed together, to get the time of one
 SLOTS = 64
-UNTIMED = 1  # steps after the prompt
+UNTIMED = 1  # warm-up steps after the prompt
 
 
 def tune_eager(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None) -> StepCosts:
-    """Time verification over nodes and lengths, drafting over levels and unread positions, and the rest of the loop."""
+    """Time verification by nodes and length, drafting by levels and unread positions, and the rest of the loop."""
     reads = () if head is None else READS
     widths = () if head is None or head.max_depth < 2 else WIDTHS
     lengths = fitting_lengths(base, config, reads, UNTIMED)
@@ -73,7 +73,7 @@ def tune_eager(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig
     level = None
     if read is not None and head is not None:
         drafted = [(width, max(0.0, first["level", lengths[0], width] - read(1)) / _levels(head)) for width in widths]
-        level = Curve.fit(drafted or [(1, 0.0)])  # a head of one level never drafts a further one
+        level = Curve.fit(drafted or [(1, 0.0)])  # a head with one level never drafts a second
     lookup = Curve.fit((length, lookup_ms(length, config.batch)) for length in lengths)
     return StepCosts(config.batch, verify, loop, lookup, read, level)
 
@@ -81,7 +81,7 @@ def tune_eager(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig
 def _timed(
     base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, kind: str, length: int, count: int
 ) -> list[tuple[float, float]]:
-    """Per step its milliseconds of interest and of the rest: of the verify pass and the loop, or of drafting and 0."""
+    """Two times in milliseconds for each step: of the verify pass and the loop ("verify"), else of drafting, and 0."""
     drafter: Dummy | _Timed
     if kind == "verify":
         drafter, plan = Dummy(() if head is None else head.layers, count), chain(max(2, count) - 1)
@@ -117,13 +117,13 @@ def _limited(steps: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _levels(head: DraftHead) -> int:
-    """How many levels beyond the first are timed together."""
+    """The number of levels beyond the first that are timed together."""
     return min(CHAIN, head.max_depth) - 1
 
 
 class _Timed(Drafter):
-    """Lets a head draft at every n-th step, after n unread positions, and verifies nothing of it; seconds: of the last
-    draft, 0 at the steps between."""
+    """Lets a head draft at every n-th step, after n unread positions, but discards its drafts. seconds: of the last
+    draft; 0 at the steps between."""
 
     def __init__(self, head: DraftHead, tree: Plan, every: int) -> None:
         self.head, self.every, self.seconds = head, every, 0.0
@@ -141,7 +141,7 @@ class _Timed(Drafter):
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         self.unread.add(context)
         self.seconds = 0.0
-        if self.step == 0:  # the prompt, which is no part of a step
+        if self.step == 0:  # the prompt, which is not part of a step
             self.unread.propose(self.head, context, sampler, NoDraft(self.plan))
         elif self.step % self.every == 0:
             wait_for(context.root.device)

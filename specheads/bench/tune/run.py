@@ -1,4 +1,4 @@
-"""What a step costs here, as a table of step costs for automatic drafts."""
+"""Measures step costs on this machine, as a table for automatic drafts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def tune(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None = None) -> CostTable:
-    """Measure the step costs of a base, and of its head, for one batch size. Takes seconds to minutes."""
+    """Measure the step costs of a base, and of its head if any, for one batch size. Takes seconds to minutes."""
     measure = tune_compiled if config.compile else tune_eager
     costs = measure(base, head, config, report)
     names = {"base": str(base.name_or_path), "head": "none" if head is None else head.config.kind}
@@ -30,7 +30,7 @@ def tune(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, repo
 
 
 def merge(old: CostTable | None, new: CostTable) -> CostTable:
-    """The new costs, with those of other batch sizes, and the acceptance, of an older table of the same key. Costs that
+    """The new costs, plus the acceptance and other batch sizes' costs of an older table with the same key. Costs that
     other versions measured are dropped, with a line in the log."""
     if old is None or old.key != new.key:
         return new

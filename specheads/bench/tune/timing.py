@@ -1,4 +1,4 @@
-"""What all measurements of step costs share: their options, prompts and dummies.
+"""What all measurements of step costs share: options, prompts and dummy drafts.
 
 Shapes: B batch rows.
 """
@@ -30,15 +30,15 @@ COMPILED_NODES = (1, *(1 + n for n in COMPILED_COPIES))
 
 
 def fastest_round(rounds: Sequence[Sequence[float]]) -> float:
-    """The least of the rounds' medians: what else runs on a machine makes it slower, and never faster."""
+    """The smallest of the rounds' medians: other programs on the machine make it slower, never faster."""
     return min(map(median, rounds))
 
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """nodes: per row that are timed in one pass, root included (none: the usual ones); lengths: of the context, in
-    tokens, shortened to what fits the base; both are put in order, each once. rounds: in which all of it takes turns;
-    steps: timed in each round; compile: time compiled steps, by torch's own backend or the one named."""
+    """nodes: numbers of nodes per row, including the root, to time a pass with (empty: the usual ones); lengths: of the
+    context, in tokens, shortened to fit the base. Both are sorted, without duplicates. rounds: in each, everything is
+    timed in turn; steps: timed in each round; compile: time compiled steps, by torch's default backend or this one."""
 
     batch: int = 1
     nodes: tuple[int, ...] = ()
@@ -62,15 +62,15 @@ class TuneConfig:
             raise ValueError(f"nodes={list(self.nodes)} must hold 1, a plain step, which all others are compared with")
 
     def new_tokens(self, width: int, untimed: int) -> int:
-        """Room for the timed steps and for `untimed` ones before them, if each gains `width` tokens."""
+        """New tokens of the timed steps and `untimed` ones before them, if each gains `width` tokens."""
         return (self.steps + untimed) * width + 2
 
 
 def fitting_lengths(base: PreTrainedModel, config: TuneConfig, others: Sequence[int], untimed: int) -> list[int]:
     """The context lengths, shortened where the steps after them would not fit the base's positions.
 
-    others: the widths of the steps, as `new_tokens` takes them, that are not of config.nodes. ValueError if no context
-    is left.
+    others: widths of further steps, as for `new_tokens`, besides config.nodes. ValueError if there is no room for a
+    context.
     """
     most = getattr(text_config(base), "max_position_embeddings", None)
     if most is None:
@@ -90,7 +90,7 @@ def random_prompts(base: PreTrainedModel, batch: int, length: int) -> Tensor:
 
 
 def lookup_ms(length: int, batch: int) -> float:
-    """A search that finds nothing, the longest there is."""
+    """Milliseconds of a prompt lookup that finds nothing, the slowest case."""
     text, taken = to_text(range(3, 3 + length)), []
     for _ in range(20):
         began = time.perf_counter()
@@ -101,7 +101,7 @@ def lookup_ms(length: int, batch: int) -> float:
 
 
 class Dummy(Drafter):
-    """Drafts the same chain at each step; seconds: of the last draft."""
+    """Drafts the same chain at each step. seconds: taken by the last draft."""
 
     def __init__(self, layers: tuple[int, ...], nodes: int) -> None:
         self._layers, self.nodes, self.seconds = layers, nodes, 0.0
@@ -136,13 +136,13 @@ class Dummy(Drafter):
 
 
 def wait_for(device: Any) -> None:
-    """Until the device has computed all that it was given; a clock read before that shows less."""
+    """Wait until the device has finished its queued work; a clock read earlier would show too little."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class TimedTarget(Target):
-    """seconds: of the last verify pass, which is not to be compiled."""
+    """seconds: taken by the last verify pass, which must not be compiled."""
 
     seconds = 0.0
 

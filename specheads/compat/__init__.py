@@ -1,7 +1,7 @@
-"""Functions of other repositories under their own names and arguments, over `specheads.generate`: change the import.
+"""Other repositories' functions, with their names and arguments, on top of `specheads.generate`: change the import.
 
-romsto's Speculative-Decoding, CS Drafting and the top-k notebook; ModelOpt's in `specheads.compat.modelopt`, and FSD's,
-with its classes of single architectures, in `specheads.compat.fsd`.
+Here: romsto's Speculative-Decoding, CS Drafting and the top-k notebook. ModelOpt's are in `specheads.compat.modelopt`,
+and FSD's, with its model classes, in `specheads.compat.fsd`.
 """
 
 from specheads.compat.beams import beam_search_generate

@@ -1,4 +1,4 @@
-"""romsto's beam search, with the length penalty of GNMT, through transformers' own beam search."""
+"""romsto's beam search, with GNMT's length penalty, on top of transformers' beam search."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from specheads.options import require_number
 class GNMTPenalty:
     """Replaces transformers' length_penalty, the exponent of a text's length.
 
-    length ** penalty is ((min_length + length) / (min_length + 1)) ** alpha. Wu et al., arXiv:1609.08144, with
-    min_length for their 5."""
+    length ** penalty evaluates to ((min_length + length) / (min_length + 1)) ** alpha. Wu et al., arXiv:1609.08144,
+    with min_length in place of their 5."""
 
     min_length: float
     alpha: float
@@ -41,7 +41,7 @@ class GNMTPenalty:
 
 
 class _FewFollowers(LogitsProcessor):
-    """Each beam continues with its top_k likeliest tokens only; the first `start` ids with as many as there are
+    """Lets each beam continue only with its top_k likeliest tokens; the prompt (`start` ids) with as many as there are
     beams."""
 
     def __init__(self, top_k: int, num_beams: int, start: int) -> None:
@@ -68,10 +68,10 @@ def beam_search_generate(
 ) -> list[int]:
     """The new ids of the text with the largest Σ log p / ((min_length + l) / (min_length + 1))^alpha, l its length.
 
-    num_beams texts continue at a time, each with its top_k likeliest tokens. Finished texts are set aside, so that they
-    take no beam from unfinished ones; the search ends when none of those can overtake them. pad_token_id ends a text
-    too, unless it is None. debug: print the candidates of each step; as ids without a tokenizer. An encoder-decoder's
-    ids begin with the decoder's start token, which is not scored.
+    num_beams texts are continued at a time, each with its top_k likeliest tokens. Finished texts are set aside and take
+    no beam from unfinished ones; the search ends when no unfinished text can overtake them. pad_token_id also ends a
+    text, unless it is None. debug: print the candidates of each step, as ids without a tokenizer. An encoder-decoder's
+    ids start with the decoder's start token, which is not scored.
     """
     model, prompt = checked_model("model", model), checked_ids("inputs", inputs)
     ends = end_tokens(eos_tokens_id, end_tokens_id)
@@ -84,13 +84,13 @@ def beam_search_generate(
         raise ValueError(f"min_length={min_length} must be above -1 and alpha={alpha} at least 0")
     ids, penalty, printer = on_device(torch.tensor([prompt]), model), GNMTPenalty(min_length, alpha), None
     check_prompts(model, ids, images=False)
-    apart = bool(model.config.is_encoder_decoder)  # its text begins with the decoder's start token alone
+    apart = bool(model.config.is_encoder_decoder)  # its text starts with the decoder's start token only
     start = 1 if apart else len(prompt)
     processors: list[LogitsProcessor] = [_FewFollowers(top_k, num_beams, start)]
     if debug:
         printer = Printer(tokenizer, ends)
         processors.append(BeamPrinter(printer, start, penalty.of))
-    # transformers' beam search wants at least one end token; no token has the id −1.
+    # transformers' beam search needs at least one end token; no token has the id −1.
     out: Tensor = model.generate(  # type: ignore[operator]
         ids, attention_mask=torch.ones_like(ids), custom_generate=partial(_search, penalty=penalty),
         logits_processor=LogitsProcessorList(processors), max_new_tokens=room_for(model, len(prompt), max_gen_len),

@@ -1,4 +1,4 @@
-"""https://github.com/lfsszd/CS-Drafting: csd(), and the questions of its runs."""
+"""https://github.com/lfsszd/CS-Drafting: csd(), and the test questions of its experiments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def csd(
 ) -> Tensor:
     """input_ids (1, T), followed by at most max_length new ids, up to and including the target's end token.
 
-    draft_list: models from large to small, and what `get_mag_model` gives at the end; models in their wrappers or as
-    they are. initial_input (1, S): what an encoder reads, where the target has one. k_matrix, leniency: see `Cascade`.
-    Greedy: token for token the target's own text, whatever the leniency, which acts only between drafts. A recorded
-    target's text is the record. Reviews are added to a wrapper's forward_count, if it has one. Every pass of the target
-    counts; the first reads the prompt and gives a token.
+    draft_list: models from large to small, then the result of `get_mag_model`; models may be wrapped or not.
+    initial_input (1, S): the encoder's input, if the target has an encoder. k_matrix, leniency: see `Cascade`. Greedy:
+    token for token the target's own text, whatever the leniency, which only affects drafts reviewing drafts. For a
+    recorded target, the text is the record. Reviews are added to a wrapper's forward_count, if it has one. Every pass
+    of the target counts, including the first, which reads the prompt and yields a token.
     """
     require_whole("max_length", max_length)
     require_number("leniency", leniency)
@@ -65,7 +65,8 @@ def _bare(model: Any) -> Any:
 def _replay(
     cascade: Any, target: _Recorded, initial_input: Tensor, input_ids: Tensor, max_length: int
 ) -> tuple[Tensor, int]:
-    """input_ids (1, T) followed by the recorded text, and the target's reviews. ValueError for other prompts."""
+    """input_ids (1, T) followed by the recorded text, and the target's number of reviews. ValueError for a prompt that
+    was not recorded."""
     given, prompt = input_ids[0].tolist(), checked_row("initial_input", initial_input)[0].tolist()
     text = target.text(prompt)
     if text[: len(given)] != given:

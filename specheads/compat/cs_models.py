@@ -1,6 +1,6 @@
-"""CS Drafting's wrappers: a model with its name and the count of its reviews, which `csd` fills in.
+"""CS Drafting's wrappers: a model with its name and a count of its reviews, which `csd` updates.
 
-There is always a cache, so the classes with and without one are the same. A review is a pass of the model.
+There is always a cache, so classes with and without one are the same. A review is a pass of the model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specheads.decoding.drafters import MaxGram
 from specheads.decoding.target.seq2seq import decoder_start
 from specheads.options import refuse_unknown
 
-# The first key in a model's name gives the cost of its reviews; a name without any costs 0. A 7B Llama
-# counts 7,000 million (published as 70,000, a slip).
+# The first key that occurs in a model's name gives its cost per review; without any, the cost is 0. A 7B Llama costs
+# 7,000 (million; the published 70,000 is a slip).
 TIME_COST = {name: dict(costs) for name, costs in COST_MODELS.items()}
 TIME_COST["model_parameters"]["llama"] = TIME_COST["model_parameters"]["7b"]
 
 
 class CSDraftingModel:
-    """A Hugging Face model and its attributes. vocab_size: used if the model's config has none.
+    """Wraps a Hugging Face model and exposes its attributes. vocab_size: used if the model's config has none.
 
     ValueError for sample=True: `csd` is greedy.
     """
@@ -40,7 +40,7 @@ class CSDraftingModel:
         self.vocab_size = getattr(getattr(model, "config", None), "vocab_size", vocab_size)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":  # while unpickled, before there is one
+        if name == "model":  # during unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -69,11 +69,11 @@ class CSDraftingDecoderModel(CSDraftingModel):
 
 
 class CSDraftingDecoderModelKVCache(CSDraftingDecoderModel):
-    """The same."""
+    """The same: there is always a cache."""
 
 
 class CSDraftingEncoderDecoderModel(CSDraftingModel):
-    """An encoder-decoder; first_decode_id: the token that its text begins with, 0 of a stand-in."""
+    """An encoder-decoder. first_decode_id: the token that its text starts with; 0 for a DummyModel."""
 
     @property
     def first_decode_id(self) -> int:
@@ -94,7 +94,7 @@ class _Counted(CSDraftingModel):
         self.forward_count = 0
 
     def calculate_time_cost(self) -> float:
-        """The cost of the reviews so far, of which none are counted any more."""
+        """The cost of the reviews counted so far; resets the count."""
         cost, self.forward_count = self.forward_count * self.time_cost, 0
         return cost
 
@@ -118,7 +118,7 @@ class CountedCSDraftingEncoderDecoderModel(_Counted, CSDraftingEncoderDecoderMod
 class _Recorded(_Counted):
     """A target that replays the texts in the file `cache_dir`: {prompt ids: text ids}, ids joined by "_".
 
-    The text holds what stands in front of it: the start token of an encoder-decoder, the prompt of others.
+    A text includes what precedes it: the start token of an encoder-decoder, or else the prompt.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Recorded(_Counted):
         return json.loads(Path(self.cache_dir).read_text("utf8"))
 
     def text(self, prompt: list[int]) -> list[int]:
-        """The ids recorded for prompt ids. ValueError where there are none."""
+        """The ids recorded for these prompt ids. ValueError if there are none."""
         key = "_".join(map(str, prompt))
         if key not in self.cache:
             raise ValueError(f"a prompt of {len(prompt)} tokens is not recorded in {self.cache_dir}")
@@ -150,7 +150,7 @@ class CountedCSDraftingCachedEncoderDecoderModel(_Recorded, CountedCSDraftingEnc
 
 
 class DummyModel:
-    """What stands in a recorded target's place of a model: a device and the size of a vocabulary."""
+    """Stands in for a recorded target's model: only a device and a vocabulary size."""
 
     def __init__(self, vocab_size: int = 32128) -> None:
         self.vocab_size, self.device = vocab_size, torch.device("cpu")
@@ -166,8 +166,8 @@ class DummyModel:
 
 
 class CSDraftingMaGModel(MaxGram):
-    """`MaxGram` over a bigram table (a list or tensor of ids), with the calls of a model: it has nothing to put on a
-    device, and costs nothing."""
+    """`MaxGram` over a bigram table (a list or tensor of ids), with a model's methods: moving it to a device does
+    nothing, and its reviews are free."""
 
     name: str
     vocab_size: int
@@ -192,6 +192,6 @@ class CSDraftingMaGModel(MaxGram):
 
 
 def get_mag_model(bi_gram_path: str | Path, is_decoder_only: bool = True) -> CSDraftingMaGModel:
-    """MaG over a bigram file, which must have an entry for each id of the target's vocabulary, its padding aside."""
+    """MaG over a bigram file, which must have an entry for each id of the target's vocabulary, except for padding."""
     table = json.loads(Path(bi_gram_path).read_text("utf8"))
     return CSDraftingMaGModel(table, name="mag", vocab_size=32000 if is_decoder_only else 32128)

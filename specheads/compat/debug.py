@@ -1,5 +1,5 @@
-"""What debug=True prints: accepted and rejected drafts and the target's own token of each step; for beam search the
-candidates of each step."""
+"""What debug=True prints: each step's accepted and rejected drafts and the target's own token; for beam search, its
+candidates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED, has_colors, make_
 
 
 class Printer:
-    """Lines of tokens on stdout: their text, or without a tokenizer their ids."""
+    """Prints lines of tokens on stdout: as text, or as ids without a tokenizer."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
         self.tokenizer, self.ends, self.console = tokenizer, set(ends), make_console()
 
     def line(self, head: str, *parts: tuple[list[int], str]) -> None:
-        """Print head, then runs of tokens, each in a style; with marks if there are no colours."""
+        """Print head, then the parts: runs of tokens, each with a style, or marked if there are no colours."""
         write(self.console, head)
         for tokens, style in parts:
             if tokens:
@@ -36,13 +36,13 @@ class Printer:
         return printable(str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token])))
 
     def close(self, text: list[int]) -> None:
-        """Print the position of the end token, if the new ids `text` end with one."""
+        """Print the position of the end token, if `text` (the new ids) ends with one."""
         if text and text[-1] in self.ends:
             self.line(f"end token {text[-1]} found at position {len(text) - 1}")
 
 
 class StepPrinter(BaseStreamer):
-    """A streamer for generate(). witness: of its drafts; None if nothing drafts."""
+    """A streamer for generate(). witness: where the drafts are read; None if nothing drafts."""
 
     def __init__(self, printer: Printer, witness: Witness | None) -> None:
         self.printer, self.witness = printer, witness
@@ -60,7 +60,7 @@ class StepPrinter(BaseStreamer):
             self.printer.line(f"token {number}:", (tokens, OWN))
             return
         own = tokens[accepted:]
-        # If the text ends at a draft, the drafts after it were not judged.
+        # If the text ends at a draft, later drafts were not judged.
         rejected = draft[accepted:] if own else []
         head = f"{min(accepted, len(tokens))} of {len(draft)} drafts accepted, from token {number}:"
         self.printer.line(head, (tokens[:accepted], ACCEPTED), (rejected, REJECTED), (own, OWN))
@@ -71,9 +71,9 @@ class StepPrinter(BaseStreamer):
 
 class BeamPrinter(LogitsProcessor):
     """Prints the candidates of each step of a beam search, best first: their score, and their text with the new token
-    set apart. It does not change the scores.
+    set apart. Leaves the scores unchanged.
 
-    start: ids before the first new token. penalty(l): the divisor of Σ log p for a text of l new tokens.
+    start: number of ids before the first new token. penalty(l): the divisor of Σ log p for a text of l new tokens.
     """
 
     def __init__(self, printer: Printer, start: int, penalty: Any) -> None:

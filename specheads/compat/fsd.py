@@ -1,7 +1,7 @@
-"""FSD's classes and functions under their own names: models whose generate() drafts as its code does.
+"""FSD's classes and functions under their own names: models whose generate() drafts as FSD's code does.
 
-Five tokens a step, the draft's likeliest, unless tree= or transformers' own arguments for an assistant say otherwise;
-divergences as in `fuzzy_from`; and the lists that its code fills on the assistant, filled as there.
+It drafts the assistant's five likeliest tokens per step, unless tree= or transformers' own assistant arguments say
+otherwise, uses divergences as in `fuzzy_from`, and fills the same lists on the assistant as FSD's code.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ NUM_DRAFTED = 5  # whatever the generation config says, as in FSD's code
 
 
 class FuzzyGenerationMixin(GenerationMixin):
-    """Put before a transformers model class: its generate() then takes `assistant_model=` and FSD's arguments, and what
-    else `specheads.patch` adds.
+    """A mixin to put before a transformers model class: its generate() then takes `assistant_model=`, FSD's arguments
+    and the others that `specheads.patch` adds.
 
-    As an assistant it has FSD's lists, with an entry for each step and row that drafted. They only grow (clear() them):
-    n_matches_list, the drafts accepted before the first that the divergence rejects; totals_list, these and the token
-    drawn after them; candidate_sequences_list, the tokens drafted; n_discarded_list, drafted and not accepted;
-    theoretical_backoffs, how many divergences were within the threshold, anywhere; and kl_divs, the divergences, one a
-    draft. They count as in FSD, where a step ends with the token that is drawn. Here a step continues if that token is
-    the draft's, so the text can be longer than totals_list says. Without a threshold, n_matches_list counts accepted
-    drafts. forced_ml_generations stays empty, as there.
+    As an assistant, the model has FSD's lists, with an entry for each step and row that drafted. They only grow
+    (clear() them): n_matches_list, the drafts accepted before the first one rejected by its divergence; totals_list,
+    these and the token drawn after them; candidate_sequences_list, the tokens drafted; n_discarded_list, those drafted
+    but not accepted; theoretical_backoffs, the number of divergences within the threshold, anywhere in the draft; and
+    kl_divs, the divergences, one for each draft. They count as in FSD, where a step ends with the token that is drawn.
+    Here a step continues if that token equals the draft's, so the text can be longer than totals_list says. Without a
+    threshold, n_matches_list counts accepted drafts. forced_ml_generations stays empty, as in FSD.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__:
             if issubclass(base, PreTrainedModel) and not issubclass(base, FuzzyGenerationMixin):
-                cls.__name__ = base.__name__  # a saved config then names a class that transformers can load
+                cls.__name__ = base.__name__  # so that a saved config names a class that transformers can load
                 break
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class FSDQwen2ForCausalLM(FuzzyGenerationMixin, Qwen2ForCausalLM):
 
 
 class FSDAutoModelForCausalLM:
-    """transformers' AutoModelForCausalLM, whose models have FSD's generate(): any that it knows, not three kinds."""
+    """transformers' AutoModelForCausalLM, but its models, of any architecture, have FSD's generate()."""
 
     @classmethod
     def from_pretrained(cls, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class FSDGenerate(DraftingGenerate):
             return generate(self.base, **asked)
         rule = asked.get("accept")
         asked |= {"return_dict_in_generate": True, "output_divergences": isinstance(rule, Fuzzy)}
-        if config is not None:  # beside which transformers warns about such an argument
+        if config is not None:  # with one, transformers warns about such an argument
             asked["generation_config"] = copy.deepcopy(config)
             asked["generation_config"].return_dict_in_generate = asked.pop("return_dict_in_generate")
         out: Any = generate(self.base, **asked)
@@ -122,7 +122,7 @@ class FSDGenerate(DraftingGenerate):
 
 
 def note_steps(small: Any, steps: Sequence[Step], rule: Acceptance | None) -> None:
-    """Add the steps of a generation under that rule to the lists of the assistant."""
+    """Add the steps of a generation, decoded with this rule, to the lists of the assistant `small`."""
     for step in steps[1:]:
         for row, drafted in enumerate(step.drafted):
             if not drafted:

@@ -1,6 +1,7 @@
-"""The notebook of draft-model speculative decoding with top-k sampling, whose models were global variables.
+"""Functions of a notebook on draft-model speculative decoding with top-k sampling.
 
-Here they are given once, `set_models(target, drafter)`, or as keywords of each call. Shapes: T ids, V vocabulary.
+Its models were global variables; here they are set once, by `set_models(target, drafter)`, or passed to each call as
+keyword arguments. Shapes: T ids, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def set_models(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
 
 
 def get_topk_probas(logits: Tensor, k: int) -> Tensor:
-    """logits (…, V) → probs (…, V) of the k likeliest tokens; the others have 0."""
+    """logits (…, V) → probs (…, V) of the k likeliest tokens, 0 for all others."""
     return top_k_of(logits, whole("k", k)).softmax(-1)
 
 
 def generate_draft(
     ids: Tensor, max_new_tokens: int = 5, k: int = 1, model: PreTrainedModel | None = None
 ) -> tuple[Tensor, Tensor]:
-    """ids (1, T) → followed by n new tokens (1, T + n), and the probs (1, n, V) that these were drawn from.
+    """ids (1, T) followed by n new tokens → (1, T + n), and the probs (1, n, V) that these were drawn from.
 
     n is max_new_tokens, or fewer if the model ends its text. k: sample from this many likeliest tokens (1: greedy).
     model: the drafter of `set_models` unless given.
@@ -49,12 +50,12 @@ def speculative_decode(
     ids: Tensor, max_tokens: int = 250, gamma: int = 5, k: int = 1, *, target: PreTrainedModel | None = None,
     drafter: PreTrainedModel | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """ids (1, T) → followed by at most max_tokens new ones, and how many of these were drafted.
+    """ids (1, T) followed by at most max_tokens new ones, and how many of these were drafted.
 
-    Each step drafts gamma tokens and adds one of the target's own, which is not counted, whether it follows a rejection
-    or a draft that was accepted whole; so is the first token. Each token has the target's distribution over its k
-    likeliest (1: greedy); its end token ends the text. The target may be spread over devices, or offloaded
-    (`device_map`). target, drafter: those of `set_models` unless given.
+    Each step drafts gamma tokens and adds one of the target's own, after a rejection or a fully accepted draft; that
+    one and the first token are not counted as drafted. Each token has the target's distribution over its k likeliest
+    (1: greedy), and its end token ends the text. The target may be spread over devices, or offloaded (`device_map`).
+    target, drafter: those of `set_models` unless given.
     """
     if isinstance(max_tokens, PreTrainedModel):
         raise TypeError("models are keywords: speculative_decode(ids, max_tokens, target=..., drafter=...)")
@@ -68,7 +69,7 @@ def speculative_decode(
 
 
 def _given(name: str, model: Any, role: str) -> PreTrainedModel:
-    """A model given as `name`, else that of set_models. ValueError if there is neither."""
+    """The model given as `name`, else the one from set_models. ValueError if there is neither."""
     if model is None and role not in _MODELS:
         raise ValueError(f"there is no {role} yet: call set_models(target, drafter) once, or give {name}=")
     return _MODELS[role] if model is None else checked_model(name, model)

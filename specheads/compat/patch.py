@@ -1,4 +1,4 @@
-"""patch(): a Hugging Face model whose own generate() takes draft arguments, transformers' names for them included."""
+"""patch(): lets a Hugging Face model's own generate() take draft arguments, also under transformers' names."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
 _DRAFTERS = ("assistant_model", "draft", "drafter", "prompt_lookup_num_tokens")
 _FUZZY = ("fsd_div_type", "fsd_div_threshold", "fsd_div_logit_processor")
 _OURS = ("tree", "accept", "seed")
-_FLAGS = ("output_divergences", "fsd_tracking")  # by themselves they do not make a call ours
+_FLAGS = ("output_divergences", "fsd_tracking")  # alone they do not route a call to specheads.generate
 LENGTHS = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
 
 
 def patch(model: Any) -> AbstractContextManager[Any]:
     """Let this model's generate() draft: `model.generate(**inputs, assistant_model=small, fsd_div_threshold=0.4)`.
 
-    A call with one of these arguments goes through `specheads.generate`; any other is the model's own, untouched.
-    assistant_model: a smaller model, which drafts as the call's num_assistant_tokens, assistant_confidence_threshold
-    and num_assistant_tokens_schedule say, or its own generation config (see AssistantOptions); assistant_tokenizer
-    and tokenizer where its vocabulary is another. prompt_lookup_num_tokens, and max_matching_ngram_size: copy from the
-    text. fsd_div_threshold, fsd_div_type, fsd_div_logit_processor: FSD's, as in `fuzzy_from`; its fsd_tracking is
-    output_divergences, and asks for nothing where none could come back. draft, tree, accept, seed,
+    A call with one of these arguments goes through `specheads.generate`; any other call is left to the model.
+    assistant_model: a smaller model, which drafts as controlled by num_assistant_tokens, assistant_confidence_threshold
+    and num_assistant_tokens_schedule, in the call or its own generation config (see AssistantOptions);
+    assistant_tokenizer and tokenizer: if its vocabulary differs. prompt_lookup_num_tokens and max_matching_ngram_size:
+    copy from the text. fsd_div_threshold, fsd_div_type, fsd_div_logit_processor: FSD's, as in `fuzzy_from`. FSD's
+    fsd_tracking means output_divergences, but is ignored if none can be returned. draft, tree, accept, seed,
     output_divergences: as in `specheads.generate`.
 
-    Patching again changes nothing. As a context manager it is undone at the end of the block. Of a peft model the inner
-    model is patched, whose generate() the peft model's own calls.
+    Patching again changes nothing. As a context manager, it is undone at the end of the block. For a peft model, the
+    inner model is patched, whose generate() the peft model calls.
     """
     return replace_generate(model, DraftingGenerate)
 
 
 def replace_generate(model: Any, kind: type[DraftingGenerate]) -> AbstractContextManager[Any]:
-    """`patch` with a generate() of this kind, which may replace one of another kind."""
+    """`patch` with a generate() of this class, which may replace one of another class."""
     base = _base_of(model)
     before = vars(base).get("generate")
     if type(before) is kind:
@@ -53,7 +53,7 @@ def replace_generate(model: Any, kind: type[DraftingGenerate]) -> AbstractContex
 
 
 def unpatch(model: Any) -> None:
-    """Give the model its own generate() back; one that is not patched stays as it is."""
+    """Restore the model's own generate(). A model that is not patched stays as it is."""
     base = _base_of(model)
     patched = vars(base).get("generate")
     if isinstance(patched, DraftingGenerate):
@@ -69,7 +69,7 @@ def _base_of(model: Any) -> Any:
 
 
 class _Undone(AbstractContextManager[Any]):
-    """At the end of a block, gives the model back the generate() it had: its own, or that of another patch."""
+    """At the end of a block, restores the generate() that the model had: its own, or an earlier patch."""
 
     def __init__(self, model: Any, before: Any) -> None:
         self.model, self.before, self.placed = model, before, _base_of(model).generate
@@ -100,7 +100,7 @@ class DraftingGenerate:
         lookup = "prompt_lookup_num_tokens"
         if config is not None and call.get(lookup) is None:
             call[lookup] = getattr(config, lookup, None)
-        # A custom_generate decodes in its own way; specheads.generate's calls this one too.
+        # A custom_generate decodes in its own way; that of specheads.generate calls this method too.
         ours = call.get("custom_generate") is None
         if not (ours and _given(call, (*_DRAFTERS, *_FUZZY, *_OURS))):
             for name in (*_FUZZY, *_OURS, *_FLAGS, "draft", "drafter"):
@@ -113,7 +113,7 @@ class DraftingGenerate:
         return generate(self.base, **self.arguments(call))
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """`draft_arguments`, with fsd_tracking as output_divergences where the call can give these back."""
+        """`draft_arguments`, with fsd_tracking as output_divergences if the call can return those."""
         asked = draft_arguments(call)
         if asked.pop("fsd_tracking", False) and isinstance(asked.get("accept"), Fuzzy) and self.returns_dict(call):
             asked["output_divergences"] = True
@@ -132,7 +132,7 @@ class DraftingGenerate:
 
 
 def _given(call: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of these arguments that are set: None and FSD's empty list of warpers are not."""
+    """The arguments in `names` that are set: None and FSD's empty list of warpers count as unset."""
     return {
         name: call[name]
         for name in names
@@ -141,7 +141,7 @@ def _given(call: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a patched generate() → those of `specheads.generate`. ValueError for what contradicts itself."""
+    """The arguments of a patched generate() → those of `specheads.generate`. ValueError if they are contradictory."""
     rest = {name: value for name, value in call.items() if name not in (*_DRAFTERS, *_FUZZY, *LENGTHS)}
     own_tokenizer, longest = rest.pop("assistant_tokenizer", None), rest.pop("max_matching_ngram_size", None)
     drafts = _given(call, _DRAFTERS)

@@ -1,4 +1,4 @@
-"""One prompt of ids through `specheads.generate`, with the distribution of the model's logits and given processors."""
+"""`specheads.generate` for one prompt of ids, with the distribution of the model's logits and the given processors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def generate_plainly(
     do_sample: bool = False,
     **options: Any,
 ) -> Any:
-    """ids (1, T) → the output of `specheads.generate(..., **options)` with its steps, of at most max_new_tokens.
+    """ids (1, T) → the output of `specheads.generate(..., **options)` with its steps, for at most max_new_tokens.
 
-    The reference functions read the model's logits alone, so its own generation config does not count."""
+    The model's own generation config is ignored, since the reference functions only use its logits."""
     ids = on_device(ids, model)
     return generate(
         model, ids, attention_mask=torch.ones_like(ids),
@@ -38,17 +38,17 @@ def generate_plainly(
 
 
 def on_device(ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """ids where the model takes them."""
+    """ids on the device where the model takes its inputs."""
     return ids.to(input_device(model))
 
 
 def room_for(model: PreTrainedModel, prompt_length: int, max_gen_len: int) -> int:
-    """How many new tokens fit: max_gen_len, or what the model's positions leave. ValueError if none do."""
+    """How many new tokens fit: max_gen_len, or fewer if the model has too few positions. ValueError if none fit."""
     whole("max_gen_len", max_gen_len)
     longest = getattr(text_config(model), "max_position_embeddings", None)
     if longest is None:
         return max_gen_len
-    apart = bool(model.config.is_encoder_decoder)  # the text then begins with the start token alone
+    apart = bool(model.config.is_encoder_decoder)  # the decoder's text starts with the start token only
     if prompt_length >= longest + apart:
         raise ValueError(f"the prompt takes {prompt_length} tokens, and the model has positions for {longest}")
     return min(max_gen_len, longest - (1 if apart else prompt_length))

@@ -1,6 +1,6 @@
 """romsto's logits processors: filter first, then apply the temperature, then sample.
 
-Hugging Face's own generate() options apply the temperature first, which gives another nucleus. Shapes: V vocabulary.
+Hugging Face's generate() options apply the temperature first, which gives a different nucleus. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specheads.options import require_number, require_whole
 
 
 class LogitsProcessor(ABC):
-    """`processor(logits)` gives probs, `processor.sample(probs)` a token.
+    """`processor(logits)` returns probs, `processor.sample(probs)` a token.
 
-    A subclass writes `_process(logits)`, a function of each row of logits by itself, and inherits `sample` from
-    `GreedyProcessor` or `MultinomialProcessor`, or writes its own. With its own `sample`, a draft is accepted if it is
-    the token that was drawn. generate() takes a processor as its logits_processor= too.
+    A subclass defines `_process(logits)`, which must treat each row of logits independently, and inherits `sample` from
+    `GreedyProcessor` or `MultinomialProcessor` or defines its own. With its own `sample`, a draft is accepted if it
+    equals the token drawn. generate() also accepts a processor as logits_processor=.
     """
 
-    # Read by specheads.decoding.probs.processors. A subclass is watched for state that it keeps from call to call.
+    # Read by specheads.decoding.probs.processors. Subclasses are checked for state kept between calls.
     ignores_ids = True
     depends_on_prefix_only = True
 
@@ -39,14 +39,14 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def _process(self, logits: Tensor) -> Tensor:
-        """Logits (…, V), which may be changed in place → filtered logits (…, V), before the temperature."""
+        """Logits (…, V) → filtered logits (…, V), before the temperature. May change its argument in place."""
 
     @abstractmethod
     def sample(self, probs: Tensor) -> Tensor:
-        """Probs (…, V) → tokens (…, 1). At most two dimensions if tokens are drawn."""
+        """Probs (…, V) → tokens (…, 1). Drawing tokens takes at most two dimensions."""
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Logits (…, V) → probs (…, V). Called with ids and scores (R, V), as by Hugging Face: processed scores."""
+        """Logits (…, V) → probs (…, V). Called with ids and scores (R, V), as Hugging Face does: processed scores."""
         if scores is None:
             return self._scores(logits).softmax(-1)
         if self.draws_its_own:
@@ -59,7 +59,7 @@ class LogitsProcessor(ABC):
 
     @property
     def draws_its_own(self) -> bool:
-        """Is `sample` neither the likeliest token nor a draw from the probs?"""
+        """Does `sample` do something else than take the likeliest token or draw from the probs?"""
         return type(self).sample not in (GreedyProcessor.sample, MultinomialProcessor.sample)
 
     @property
@@ -68,7 +68,7 @@ class LogitsProcessor(ABC):
         return type(self).sample is MultinomialProcessor.sample
 
     def __iter__(self) -> Iterator[LogitsProcessor]:
-        """Itself, since Hugging Face expects a list."""
+        """Yields the processor itself, since Hugging Face expects a list."""
         yield self
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class MultinomialProcessor(LogitsProcessor):
 
 
 class TopKProcessor(MultinomialProcessor):
-    """Sampling from the top_k likeliest, and those as likely as the last of them."""
+    """Sampling from the top_k likeliest tokens and any tied with the last of them."""
 
     def __init__(self, temperature: float, top_k: int) -> None:
         super().__init__(temperature)
@@ -121,7 +121,7 @@ class NucleusProcessor(MultinomialProcessor):
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
-    """Sampling from the nucleus of the top_k likeliest, renormalised."""
+    """Sampling from the nucleus of the renormalised top_k likeliest tokens."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
         super().__init__(temperature)
@@ -132,13 +132,13 @@ class TopKNucleusProcessor(MultinomialProcessor):
 
 
 def top_k_of(logits: Tensor, k: int) -> Tensor:
-    """(…, V) with −∞ below the k-th largest."""
+    """logits (…, V) with −∞ below the k-th largest."""
     least = logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def nucleus_of(logits: Tensor, p: float) -> Tensor:
-    """(…, V) with −∞ at tokens for which likelier ones already have more than p of the probability."""
+    """logits (…, V) with −∞ at tokens where the likelier ones already have more than p of the probability."""
     ordered, tokens = logits.sort(dim=-1, descending=True)
     likelier = functional.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
     return logits.masked_fill((likelier > p).scatter(-1, tokens, likelier > p), -torch.inf)

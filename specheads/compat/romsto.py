@@ -1,6 +1,6 @@
-"""https://github.com/romsto/Speculative-Decoding: its generation functions, of lists of ids.
+"""https://github.com/romsto/Speculative-Decoding: its generation functions, which take and return lists of ids.
 
-Its README spells the end tokens end_tokens_id, its code eos_tokens_id: all of the functions take both.
+Its README calls the end tokens end_tokens_id, its code eos_tokens_id: all functions accept both names.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def autoregressive_generate(
     end_tokens_id: EndTokens | None = None,
     tokenizer: Any = None,
 ) -> list[int]:
-    """The new ids, up to and including the first of eos_tokens_id. logits_processor: default greedy.
+    """The new ids, up to and including the first end token. logits_processor: default greedy.
 
-    debug: print each token, as ids without a tokenizer. use_cache and pad_token_id have no effect: there is always a
+    debug: print each token, as an id without a tokenizer. use_cache and pad_token_id have no effect: there is always a
     cache, and nothing is padded.
     """
     return _generate(
@@ -67,12 +67,12 @@ def speculative_generate(
     end_tokens_id: EndTokens | None = None,
 ) -> tuple[list[int], float]:
     """The new ids, and the acceptance rate α: accepted over drafted tokens, 0 if none were drafted. All drafted tokens
-    count, also those after an end token.
+    count, including those after an end token.
 
     skip_sample_adjustment: the rule `NoResidual`, which is not lossless. debug: print each step's drafts and the
-    target's own token; as ids without a tokenizer. use_cache and pad_token_id have no effect: there is always a cache,
-    and nothing is padded. Nor has first_target: the prefill always gives the first token, which has the same
-    distribution and costs one forward less than drafting it.
+    target's own token, as ids without a tokenizer. use_cache and pad_token_id have no effect: there is always a cache,
+    and nothing is padded. Neither has first_target: the first token always comes from the prefill, which has the same
+    distribution and costs one forward pass less than drafting it.
     """
     target, drafter = checked_model("target", target), checked_model("drafter", drafter)
     whole("gamma", gamma)
@@ -102,9 +102,9 @@ def ngram_assisted_speculative_generate(
     *,
     end_tokens_id: EndTokens | None = None,
 ) -> tuple[list[int], float]:
-    """As `speculative_generate`, drafted from a storage, which learns this text and keeps what it knew.
+    """As `speculative_generate`, but drafting from a storage, which learns this text and keeps earlier counts.
 
-    filler_top_k, stop_if_unknown: see `NGram`. The target's distribution also where the text is sampled.
+    filler_top_k, stop_if_unknown: see `NGram`. Sampled text also has the target's distribution.
     """
     target = checked_model("target", target)
     if not isinstance(ngramstorage, NGramStorage):
@@ -127,7 +127,7 @@ def ngram_assisted_speculative_generate(
 
 
 class _Learner(NGram):
-    """learned: how many ids of the text the storage has counted. What the last step emits comes after them."""
+    """learned: number of the text's ids that the storage has counted, so without those of the last step."""
 
     learned = 0
 
@@ -136,14 +136,14 @@ class _Learner(NGram):
         return super().paths(context, length, rows)
 
 
-# The same functions serve both kinds of models. For an encoder-decoder they return the decoder's start token first, as
-# romsto's do.
+# The same functions serve both kinds of model. For an encoder-decoder, the ids start with the decoder's start token, as
+# in romsto's code.
 autoregressive_generate_encoder_decoder = autoregressive_generate
 speculative_generate_encoder_decoder = speculative_generate
 
 
 def end_tokens(eos_tokens_id: Any, end_tokens_id: Any) -> list[int]:
-    """The end tokens under either name; 1 is the first one's default. TypeError or ValueError for anything but ids."""
+    """The end tokens given under either name (eos_tokens_id defaults to 1). TypeError or ValueError unless ids."""
     if end_tokens_id is not None and eos_tokens_id not in (1, end_tokens_id):
         raise ValueError("eos_tokens_id and end_tokens_id are two names of one option, and differ: give one of them")
     name, given = ("eos_tokens_id", eos_tokens_id) if end_tokens_id is None else ("end_tokens_id", end_tokens_id)
@@ -181,8 +181,7 @@ def _generate(
 
 
 def _checked(processor: Any) -> LogitsProcessor:
-    """Greedy for None. TypeError for what is none of this module's processors, nor a subclass that generate() can
-    follow."""
+    """The processor; greedy for None. TypeError unless it is one of ours or a subclass that generate() supports."""
     if processor is None:
         return GreedyProcessor()
     if not isinstance(processor, LogitsProcessor):

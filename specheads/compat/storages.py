@@ -1,6 +1,6 @@
-"""romsto's n-gram storages: ours, whose calls take tensors of rows too and then answer with tensors.
+"""romsto's n-gram storages: ours, with methods that also take tensors of rows, and then return tensors.
 
-Shapes: B rows, T ids of a row, K tokens after it, n ids of an n-gram.
+Shapes: B rows, T ids in a row, K tokens after it, n ids in an n-gram.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Ids = Sequence[int] | Tensor
 
 
 class NGramStorage(ngram.NGramStorage):
-    """Counts what follows n − 1 ids, n − 2, … one."""
+    """Counts which ids follow contexts of n − 1, n − 2, …, 1 ids."""
 
     def initialize(self, ids: Ids, start: int = 1) -> None:
-        """Count the ids of rows (B, T), or of a list."""
+        """Count the ids of rows (B, T) or of a list."""
         for row in rows_of(ids):
             super().initialize(row, start)
 
     def update(self, context: Ids, tokens: Ids) -> None:
-        """Count tokens (B, K) as what follows rows (B, T), or both as lists."""
+        """Count tokens (B, K) as following the rows (B, T); or both as lists."""
         for row, own in zip(rows_of(context), rows_of(tokens), strict=True):
             super().update(row, own)
 
     def next_token(self, context: Ids, level: int | None = None) -> Any:
-        """Rows (B, T) → tokens (B,) and whether each is known (B,), or of a list a token and a bool."""
+        """Rows (B, T) → next tokens (B,) and whether each is known (B,); for a list, a token and a bool."""
         answers = [super(NGramStorage, self).next_token(row, level) for row in rows_of(context)]
         if not isinstance(context, Tensor):
             return answers[0]
@@ -38,7 +38,7 @@ class NGramStorage(ngram.NGramStorage):
         return torch.tensor(tokens), torch.tensor(known, device=context.device)
 
     def has_gram(self, gram: Ids) -> bool:
-        """Has the last of n ids been counted after the ones before it, or after the last few of them?"""
+        """Has the last id of `gram` been counted after the ids before it, or after the last few of them?"""
         (row,) = rows_of(gram)
         return len(row) >= min(self.levels) + 1 and any(
             row[-1] in found.counts
@@ -48,11 +48,11 @@ class NGramStorage(ngram.NGramStorage):
 
 
 class OneLevelNGramStorage(NGramStorage, ngram.OneLevelNGramStorage):
-    """Counts what follows n − 1 ids, and knows no shorter context."""
+    """Counts which ids follow contexts of n − 1 ids, and of no other length."""
 
 
 def rows_of(ids: Ids) -> list[list[int]]:
-    """Rows (B, T), or one row (T,) as a tensor or a list."""
+    """Rows (B, T), or one row (T,) as a tensor or list → a list of rows."""
     if not isinstance(ids, Tensor):
         return [list(ids)]
     rows: list[list[int]] = ids.reshape(-1, ids.shape[-1]).tolist()

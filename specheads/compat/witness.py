@@ -1,4 +1,4 @@
-"""A rule that counts drafts and verdicts before an end token cuts the text."""
+"""An acceptance rule that counts drafted and accepted tokens before an end token cuts the text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from specheads.decoding.probs.sampler import Sampler
 
 
 class Witness(Acceptance):
-    """Another rule, over chains of one row. drafted, accepted: tokens so far.
+    """Wraps another rule, for chains and one row. drafted, accepted: numbers of tokens so far.
 
-    An end token may be in the middle of a draft. The reference functions count the whole draft, and what is accepted
-    after the end token too; `Step` counts only what is in the text.
+    An end token may be in the middle of a draft. The reference functions count the whole draft, including tokens
+    accepted after the end token; `Step` counts only those in the text.
     """
 
     def __init__(self, rule: Acceptance) -> None:
@@ -31,7 +31,7 @@ class Witness(Acceptance):
         return self.rule.uses_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:
-        return False  # else judge() is not called
+        return False  # otherwise judge() would not be called
 
     def judge(self, target: TargetProbs) -> Verdict:
         rule = Exact() if self.rule.is_exact(target.sampler) else self.rule
@@ -43,7 +43,7 @@ class Witness(Acceptance):
         return verdict
 
     def take(self) -> tuple[list[int], int]:
-        """The draft of the last step, and how many of its tokens were accepted; ([], 0) if nothing was drafted."""
+        """The last step's draft, and the number of its tokens that were accepted; ([], 0) if nothing was drafted."""
         last, self._last = self._last, ([], 0)
         return last
 

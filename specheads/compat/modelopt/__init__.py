@@ -1,6 +1,6 @@
 """ModelOpt's names for converting, saving and restoring: `import specheads.compat.modelopt as mtsp`, and as mto.
 
-As there, convert() and restore() change the object they are given, and return it. `config` has the default configs,
+As in ModelOpt, convert() and restore() change the given object and return it. `config` has the default configs,
 `plugins` the models and the validation of acceptance.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def convert(model: PreTrainedModel, mode: Any) -> SpecModel:
-    """Give `model` a head: the same object, now a SpecModel whose `base` is what it was.
+    """Give `model` a head and return it: the same object, now a SpecModel whose `base` is the former model.
 
     mode: "medusa", "eagle" (EAGLE-3) or "eagle1"; [(mode, config)]; or {"algorithm": mode, "config": config}.
     On ValueError `model` is unchanged.
@@ -45,14 +45,14 @@ def convert(model: PreTrainedModel, mode: Any) -> SpecModel:
 
 
 def save(model: SpecModel, f: str | Path) -> None:
-    """The head alone, in a folder."""
+    """Save the head alone in the folder `f`."""
     if not isinstance(model, SpecModel):
         raise ValueError(f"this {type(model).__name__} has no head to save; convert() it first")
     model.save_pretrained(_path(f))
 
 
 def restore(model: PreTrainedModel, f: str | Path) -> SpecModel:
-    """Put the head saved in a folder beside `model`: the same object, changed as by convert()."""
+    """Give `model` the head saved in the folder `f`, and return it: the same object, changed as by convert()."""
     return transform(model, lambda base: of_kind(load_head(base, _path(f), dtype="auto")))
 
 
@@ -63,21 +63,21 @@ def _path(f: Any) -> str | Path:
 
 
 def enable_huggingface_checkpointing() -> None:
-    """Make AutoModelForCausalLM load a saved head with its base as convert() returns them, for further training."""
+    """Make AutoModelForCausalLM load a saved head with its base, as convert() returns them, for further training."""
     AutoModelForCausalLM.register(SpecConfig, HFModel, exist_ok=True)
 
 
 def export_hf_checkpoint(model: SpecModel, dtype: Any = None, *, export_dir: str | Path) -> None:
-    """The head in a folder, as ModelOpt writes it for TensorRT-LLM: EAGLE-3 alone."""
+    """Save the head in a folder in the format that ModelOpt writes for TensorRT-LLM. Only EAGLE-3."""
     model.export(export_dir, "modelopt", dtype=dtype)
 
 
 def is_master() -> bool:
-    """Is this the first process of a run?"""
+    """Is this the main process of a run?"""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def print_rank_0(*values: Any) -> None:
-    """print() in the first process of a run."""
+    """print(), in the main process of a run only."""
     if is_master():
         print(*values)

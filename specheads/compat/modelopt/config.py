@@ -1,7 +1,7 @@
-"""ModelOpt's modes and their configs → a kind of head and its options here.
+"""Translates ModelOpt's modes and configs to a kind of head and its options.
 
-After nvidia-modelopt 0.47; names of earlier versions (eagle_num_layers, use_aux_hidden_state at the top) are accepted
-too. An option that heads here do not have is refused by name.
+Written for nvidia-modelopt 0.47. Names of earlier versions (eagle_num_layers, use_aux_hidden_state at the top level)
+are also accepted. An option that heads here do not have is refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specheads.options import refuse_unknown, shown
 
 MODES = ("medusa", "eagle", "eagle1", "eagle3")
 
-# The sizes of a draft block there, whatever the base: those of Llama-3-8B.
+# ModelOpt's default sizes of a draft block, whatever the base: those of Llama-3-8B.
 default_eagle_config: dict[str, Any] = {
     "hidden_act": "silu", "rope_scaling": {"rope_type": "default", "rope_theta": USUAL_THETA},
     "rope_theta": USUAL_THETA, "num_hidden_layers": 1, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -29,7 +29,7 @@ default_eagle_config: dict[str, Any] = {
 eagle3_default_config: dict[str, Any] = {
     **deepcopy(default_eagle_config), "use_aux_hidden_state": True, "use_last_layernorm": True,
 }  # fmt: skip
-# Examples change them in place before they pass them to convert().
+# ModelOpt's examples change these in place before passing them to convert().
 EAGLE1_DEFAULT_CFG: dict[str, Any] = {
     "algorithm": "eagle", "config": {"eagle_architecture_config": deepcopy(default_eagle_config)},
 }  # fmt: skip
@@ -37,14 +37,14 @@ EAGLE3_DEFAULT_CFG: dict[str, Any] = {
     "algorithm": "eagle", "config": {"eagle_architecture_config": eagle3_default_config},
 }  # fmt: skip
 
-# Options of ModelOpt's modes that have one value here; None: the option does not affect a head.
+# Options of ModelOpt's modes for which only one value is supported here; None: the option does not affect a head.
 _FIXED: dict[str, Any] = {
     "eagle_offline": False, "eagle_hidden_state_distillation": False, "eagle_freeze_base_model": True,
     "eagle_reuse_base_decoder": False, "eagle_decoder_type": "llama", "eagle_mix_hidden_states": False,
     "eagle_base_lora": False, "eagle_self_logit_distillation": None, "eagle_disable_moe": None,
     "eagle_report_acc": None, "eagle_use_torch_compile": None, "eagle_enable_nvtx": None,
     "eagle_export_rope_scaling": None,
-    # How adapters train, where eagle_base_lora says whether.
+    # How adapters are trained; eagle_base_lora says whether they are.
     "eagle_base_lora_rank": None, "eagle_base_lora_alpha": None, "eagle_base_lora_target_modules": None,
     "eagle_base_lora_preservation_loss_weight": None, "eagle_base_lora_warmup_steps": None,
     "eagle_base_lora_start_layer": None, "eagle_base_lora_logits_detach_prob": None,
@@ -54,7 +54,7 @@ _INSTEAD = {
     "eagle_base_lora": "specheads.convert(model, 'eagle3', lora={...}) trains adapters too",
 }
 _NAMES = {"eagle_ttt_steps": "steps", "eagle_loss_decay_factor": "step_decay", "eagle_num_layers": "num_layers"}
-# The same of eagle_architecture_config, which otherwise may hold whatever a Llama's config does.
+# The same for the keys of eagle_architecture_config, which may also have any other key of a Llama config.
 _SIZES = {
     "num_hidden_layers": "num_layers", "intermediate_size": "intermediate_size", "rms_norm_eps": "rms_norm_eps",
     "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads",
@@ -72,7 +72,7 @@ _SHAPE = {*_SIZES, *_FIXED_SHAPE, *_FIXED_SHAPE_OF_EAGLE3, _LAYERS, "use_aux_hid
 def read_mode(mode: Any, base: Any) -> tuple[str, dict[str, Any]]:
     """convert()'s mode → a kind of head and its options. base: the text config of the model to convert.
 
-    mode: a name, [name], [(name, config)] or {"algorithm": name, "config": config}. ValueError with what is wrong.
+    mode: a name, [name], [(name, config)] or {"algorithm": name, "config": config}. ValueError says what is wrong.
     """
     config: Any = None
     name = mode
@@ -98,12 +98,12 @@ def read_mode(mode: Any, base: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str, Any]]:
-    """\"eagle\" is EAGLE-3 unless use_aux_hidden_state says otherwise, in whose config the base's sizes come first."""
+    """\"eagle\" means EAGLE-3 unless use_aux_hidden_state is false. Sizes not in config are default_eagle_config's."""
     nested = config.pop("eagle_architecture_config", None)
     if nested is not None and not isinstance(nested, Mapping):
         raise ValueError(f"eagle_architecture_config={shown(nested)}; expected options by name")
     own = {field.name for field in fields(Eagle3Config)} | {field.name for field in fields(EagleConfig)}
-    shape = {name: config.pop(name) for name in (_SHAPE - own) & config.keys()}  # where earlier versions have it
+    shape = {name: config.pop(name) for name in (_SHAPE - own) & config.keys()}  # where earlier versions put them
     shape |= nested or {}
     refuse_unknown(shape, sorted(_SHAPE | LlamaConfig().to_dict().keys() | {"rope_scaling", "rope_theta"}),
                    section="eagle_architecture_config.")  # fmt: skip
@@ -115,7 +115,7 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
     if three:
         options = {"steps": 3, "step_decay": 0.9, "draft_vocab_size": drafted, "norm_before_residual": False} | options
         if ids := shape.get(_LAYERS):
-            options = {"taps": tuple(i + 1 for i in ids)} | options  # by the layer's output, where here by its index
+            options = {"taps": tuple(i + 1 for i in ids)} | options  # layer i's output is hidden_states[i + 1]
     elif drafted != base.vocab_size:
         raise ValueError(f"eagle_architecture_config.draft_vocab_size={shown(drafted)} goes with EAGLE-3 alone")
     sizes = default_eagle_config | shape
@@ -124,7 +124,7 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
 
 
 def _options(config: dict[str, Any], three: bool) -> dict[str, Any]:
-    """The options beside the architecture. A name that is unknown here is left for the head's config to refuse."""
+    """The options other than the architecture. Unknown names are left for the head's config to refuse."""
     options = {}
     for name, value in config.items():
         if name in _FIXED:

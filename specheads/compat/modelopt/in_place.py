@@ -1,4 +1,4 @@
-"""Turns the object that a user holds into the model with the head; its former contents become a new one, its base."""
+"""Turns the object that a user holds into the model with the head; its former contents move to a new one, the base."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from specheads.models.spec_model import SpecModel
 
 
 def transform(held: Any, make: Callable[[Any], SpecModel]) -> SpecModel:
-    """held, which is now what make(base) gave for a base with held's class, modules, hooks and attributes.
+    """Make `held` what make(base) returns, where base is a new object with held's class, modules, hooks and attributes.
 
-    If make() raises, held is unchanged. ValueError if held already has a head, is compiled, or is sharded.
+    Returns held; unchanged if make() raises. ValueError if held already has a head, is compiled, or is sharded.
     """
     _refuse(held)
     base = _twin(held)
@@ -38,7 +38,7 @@ def _refuse(held: Any) -> None:
             f"this model already has a head ({held.head.config.kind}); load the base again for another one, or keep "
             "both with specheads.convert(model.base, ...)"
         )
-    base = unwrapped(held)  # TypeError for what is no transformers model
+    base = unwrapped(held)  # TypeError unless it is a transformers model
     if isinstance(base, FSDPModule):
         raise ValueError(f"this {type(base).__name__} is sharded (fully_shard); convert it before")
     if held._compiled_call_impl is not None:
@@ -46,16 +46,17 @@ def _refuse(held: Any) -> None:
 
 
 def _twin(held: nn.Module) -> nn.Module:
-    """A new object with the class and contents of `held`; what was bound to held is bound to it."""
+    """A new object with the class and contents of `held`. Whatever was bound to held is bound to the new object."""
     twin = object.__new__(type(held))
     _move(vars(held), vars(twin), held, twin)
     if "generate" in vars(twin):
-        unpatch(twin)  # specheads.patch(): the model with the head drafts by itself
+        unpatch(twin)  # undo specheads.patch(): the model with the head drafts without it
     return twin
 
 
 def _hook_tables(module: nn.Module) -> list[MutableMapping[Any, Any]]:
-    """Its forward, backward and state dict hooks: changed in place, since the handles that remove them know these."""
+    """The module's tables of forward, backward and state dict hooks. They must be changed in place, since the handles
+    that remove hooks refer to them."""
     return [value for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)]
 
 
@@ -65,7 +66,8 @@ def _move(source: MutableMapping[Any, Any], into: MutableMapping[Any, Any], old:
 
 
 def _rebound(value: Any, old: object, new: object) -> Any:
-    """A method, partial or closure of `old`, such as accelerate's forward() and to(), as one of `new`; else value."""
+    """A method, partial or closure of `old`, such as accelerate's forward() and to(), rebound to `new`; any other value
+    unchanged."""
     if value is old:
         return new
     if isinstance(value, MethodType) and value.__self__ is old:
@@ -73,7 +75,7 @@ def _rebound(value: Any, old: object, new: object) -> Any:
     if isinstance(value, partial):
         given = {name: _rebound(each, old, new) for name, each in value.keywords.items()}
         made = partial(_rebound(value.func, old, new), *(_rebound(each, old, new) for each in value.args), **given)
-        _move(vars(value), vars(made), old, new)  # __wrapped__ among them
+        _move(vars(value), vars(made), old, new)  # including __wrapped__
         return made
     if isinstance(value, FunctionType) and value.__closure__:
         return _rebound_closure(value, old, new)
@@ -87,7 +89,7 @@ def _rebound_closure(function: FunctionType, old: object, new: object) -> Functi
     for cell in function.__closure__ or ():
         try:
             held = cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # the closure's cell is still empty
             held = None
         moved = _rebound(held, old, new)
         cells.append(cell if moved is held else CellType(moved))

@@ -1,4 +1,4 @@
-"""The models that convert() makes, with ModelOpt's way of labelling batches and its names for their parts.
+"""The models that convert() returns, with ModelOpt's way of labelling batches and its names for model parts.
 
 Shapes: B batch rows, T positions, S drafted tokens, Vd draft vocabulary.
 """
@@ -24,10 +24,10 @@ __all__ = ["HFARValidation", "HFEagleModel", "HFMedusaModel", "HFModel"]
 
 
 class HFModel(SpecModel):
-    """A SpecModel that also takes batches as ModelOpt's examples make them, and shows the parts of its base."""
+    """A SpecModel that also accepts the batches of ModelOpt's examples, and exposes the modules of its base."""
 
     def __getattr__(self, name: str) -> Any:
-        """The base's own modules (`model.model`, `model.lm_head`) are found where they were before convert()."""
+        """Finds the base's own modules (`model.model`, `model.lm_head`) where they were before convert()."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -40,11 +40,11 @@ class HFModel(SpecModel):
         self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,
         num_items: Tensor | float | None,
     ) -> tuple[Tensor, Tensor | float | None]:  # fmt: skip
-        """As SpecModel's, but labels may be shifted, and loss_mask may accompany them: see supervised()."""
+        """As in SpecModel, but labels may be shifted and come with a loss_mask: see supervised()."""
         if labels is None:
             return super().select_supervised(input_ids, labels, loss_mask, attention_mask, num_items)
         mask = supervised(input_ids, labels, loss_mask, attention_mask)
-        if num_items is not None:  # it counts labels, those of padding too
+        if num_items is not None:  # it counts all labels, including those of padding
             share = mask.sum() / (labels != -100).sum().clamp_min(1)
             num_items = torch.as_tensor(num_items, device=share.device) * share
         return mask, num_items
@@ -55,9 +55,9 @@ class HFModel(SpecModel):
 
     @torch.no_grad()
     def pseudo_speculative_generate(self, input_ids: Tensor, steps: int = 1) -> tuple[Tensor, Tensor | None]:
-        """The base's greedy next token (B, 1) after input_ids (B, T), and the greedy draft (B, S) after that one.
+        """The base's greedy next token (B, 1) after input_ids (B, T), and the greedy draft (B, S) after that token.
 
-        steps: S; 0 drafts nothing, and gives None. ValueError if the head drafts no chain of that length.
+        steps: S; with 0 the draft is None. ValueError if the head cannot draft a chain of that length.
         """
         lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
         target = Target(self.base, layers=self.head.layers, scratch=steps + 1)
@@ -87,7 +87,7 @@ class HFEagleModel(HFModel):
 
     @staticmethod
     def load_draft_vocab_cache(model: HFEagleModel, d2t_path: str | Path | None) -> None:
-        """Draft the tokens that a d2t file names, where the draft vocabulary is narrower than the base's."""
+        """Set the drafted tokens from a d2t file, if the draft vocabulary is smaller than the base's."""
         head = model.head
         if not isinstance(head, DraftVocabulary) or not head.narrow:
             return
@@ -100,7 +100,7 @@ class HFEagleModel(HFModel):
 
 
 class EagleModule:
-    """The head of a model as ModelOpt's scripts reach it: setting d2t (Vd,) chooses the tokens it can draft."""
+    """A model's head as ModelOpt's scripts access it: setting d2t (Vd,) chooses the tokens that it can draft."""
 
     def __init__(self, model: HFEagleModel) -> None:
         vars(self)["model"] = model
@@ -124,7 +124,7 @@ class EagleModule:
 
 
 def of_kind(model: SpecModel) -> SpecModel:
-    """The same object, with the class that has ModelOpt's names for its kind of head."""
+    """The same object, its class changed to the one with ModelOpt's names for its kind of head."""
     kind = model.head.config.kind
     model.__class__ = {"medusa": HFMedusaModel, "eagle": HFEagleModel, "eagle3": HFEagleModel}.get(kind, HFModel)
     return model
@@ -133,11 +133,11 @@ def of_kind(model: SpecModel) -> SpecModel:
 def supervised(
     input_ids: Tensor, labels: Tensor, loss_mask: Tensor | None = None, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """(B, T) bool, true where the token of that index is to be learnt.
+    """(B, T) bool, true where the token at that index is supervised.
 
-    labels (B, T), −100 where nothing is: ModelOpt's examples shift them, entry t being token t + 1, and Hugging Face
-    does not; the tokens tell which. loss_mask (B, T), in the same order, says which of them count. ValueError where
-    labels are other tokens than those of input_ids.
+    labels (B, T), −100 where unsupervised. ModelOpt's examples shift them (entry t is token t + 1), Hugging Face does
+    not; comparison with input_ids tells which. loss_mask (B, T), shifted like labels, says which of them count.
+    ValueError if labels differ from the tokens of input_ids.
     """
     real = labels != -100
     if attention_mask is not None:

@@ -1,1 +1,1 @@
-"""The specheads command: one file a subcommand, the chat console and the demo."""
+"""The specheads command: one file per subcommand, the chat console and the demo."""

@@ -1,4 +1,4 @@
-"""Generated text streamed in the colours of its draft depths."""
+"""Streams generated text with each token coloured by its draft depth."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def legend() -> Text:
 class TokenStream:
     """A streamer for generate() that prints one row's text step by step, each token in the style of its draft depth.
 
-    After generate(), call close() with the number of accepted drafts of the last step. The last token of a step is the
-    target's own unless the text stopped at a draft, and only the finished steps show which.
+    After generate(), call close() with the number of accepted drafts of the last step. A step's last token is the
+    target's own unless the text stopped at a draft, and that is only known when the steps are complete.
     """
 
     def __init__(self, console: Console, tokenizer: Any, *, colored: bool, prompt: str = "") -> None:
-        """prompt: printed before the first token, after what the log says of the first step."""
+        """prompt: printed just before the first token, so after any log lines of the first step."""
         self.console, self.colored, self.prompt = console, colored, prompt
         self.pieces = TextPieces(tokenizer)
         self.prompt_seen = False
@@ -74,7 +74,7 @@ class TokenStream:
 
 
 def depth_counts(depths: Sequence[int]) -> str:
-    """`61 of 96 tokens were accepted drafts: 40 at depth 1, 21 at depth 2`."""
+    """A line such as `61 of 96 tokens were accepted drafts: 40 at depth 1, 21 at depth 2`."""
     drafted = [d for d in depths if d]
     each = ", ".join(f"{drafted.count(d)} at depth {d}" for d in sorted(set(drafted)))
     return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")

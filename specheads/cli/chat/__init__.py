@@ -1,1 +1,1 @@
-"""`specheads chat`: the console. A prompt is answered by several ways of decoding, which are then compared."""
+"""`specheads chat`: the console. Several ways of decoding answer each prompt and are then compared."""

@@ -1,4 +1,4 @@
-"""The decoders side by side: the figures of each, and whether its text is the target's own."""
+"""Compares the decoders: the figures of each, and whether its text equals the target's own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ COLUMNS = ("", "tokens", "tokens/s", "speed-up", "accepted", "accepted length", 
 
 
 def compare_outcomes(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Decoder → its figures. speedup and same_text (token by token) compare with the target alone: None if that did not
-    run; same_text also if either was stopped. acceptance_rate is accepted over drafted tokens: None if nothing was
-    drafted."""
+    """Decoder → its figures. speedup and same_text (token by token) are relative to the target alone, and None if that
+    did not run; same_text also if either was stopped. acceptance_rate: accepted over drafted tokens, None if nothing
+    was drafted."""
     target = next((outcome for outcome in outcomes if outcome.mode.name == TARGET), None)
     stopped = any(outcome.stopped for outcome in outcomes)
     base = target.statistics["tokens_per_second"] if target else 0
@@ -38,7 +38,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def cells(name: str, figures: dict[str, Any]) -> list[str]:
-    """One row of the table, under COLUMNS."""
+    """One row of the table, in the order of COLUMNS."""
     rate, speedup, same = figures["acceptance_rate"], figures["speedup"], figures["same_text"]
     drafted = f"{figures['accepted']}/{figures['drafted']} ({rate:.0%})" if rate is not None else "–"
     text = "–" if same is None or name == TARGET else "same" if same else "differs"

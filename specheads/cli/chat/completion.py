@@ -14,10 +14,10 @@ from specheads.decoding.registry import positional
 
 
 def completions(line: str, drafters: Iterable[str]) -> list[str]:
-    """The completions of the last word of a line, each as the whole word.
+    """The completions of a line's last word, each as the whole word.
 
-    drafters: names that /drafter takes besides checkpoints. A complete word is followed by a space; one that can
-    continue (with a rule's or a tree's numbers, or a folder's content) is not.
+    drafters: names that /drafter accepts besides checkpoints. A finished word is followed by a space; one that can
+    continue (with a rule's or tree's numbers, or a folder's contents) is not.
     """
     if not line.startswith("/"):
         return []

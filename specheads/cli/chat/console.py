@@ -28,7 +28,7 @@ FAILURES = (ValueError, OSError, torch.OutOfMemoryError)
 
 
 class Console:
-    """Answers go to stdout, as text or as one JSON object a line. Messages about settings go to stderr."""
+    """Answers go to stdout, as text or as one JSON object per line. Messages about settings go to stderr."""
 
     def __init__(self, session: Session, *, as_json: bool = False) -> None:
         self.session, self.as_json = session, as_json
@@ -36,9 +36,9 @@ class Console:
         self.failed = False
 
     def run(self) -> int:
-        """Run until /quit or the end of the input. Bad input is one line on stderr and changes nothing.
+        """Run until /quit or the end of the input. Bad input prints one line on stderr and changes nothing.
 
-        The exit code: 1 if anything failed that nobody watched, as in a pipe."""
+        Returns the exit code: 1 if anything failed in a non-interactive session, such as a pipe."""
         typed = interactive()
         self._loop(typed)
         return int(self.failed and not typed)
@@ -109,7 +109,7 @@ class Console:
             self.messages.print(view.legend(self.session.settings.debug, colors=terminal.has_colors(self.out)))
 
     def prompt(self, text: str) -> None:
-        """Answer with every decoder that is switched on, with one seed, and compare.
+        """Answer with every decoder that is switched on, all with the same seed, and compare them.
 
         After Ctrl-C the answers so far are shown, and the conversation continues without this prompt."""
         text = terminal.utf8_text(text, "the prompt")

@@ -24,8 +24,8 @@ class Interruption(StoppingCriteria):
 
 @contextmanager
 def stoppable() -> Iterator[Interruption]:
-    """In this block the first Ctrl-C stops after the current step; a second one is a KeyboardInterrupt, for steps that
-    take long."""
+    """In the block, the first Ctrl-C stops after the current step; a second one raises KeyboardInterrupt, in case that
+    step takes long."""
     stop = Interruption()
 
     def ask(number: int, frame: Any) -> None:
@@ -33,7 +33,7 @@ def stoppable() -> Iterator[Interruption]:
             raise KeyboardInterrupt
         stop.asked = True
 
-    # Only the main thread gets signals. An ignored one, as in a shell's background job, stays ignored.
+    # Only the main thread gets signals. If SIGINT is ignored, as in a shell's background job, it stays ignored.
     before = signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
     if not ours:

@@ -1,4 +1,4 @@
-"""Reads what is typed or piped in: prompts and commands, of one line or several."""
+"""Reads prompts and commands, of one line or several, from a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Entry:
 def read_entry(ask: Callable[[str], str]) -> Entry:
     r"""The next entry, from the lines that ask(prompt) returns; EOFError after the last.
 
-    A backslash at the end of a line joins it to the next; a prompt is `unescaped`. Between two \"\"\" all lines are
-    one prompt, taken literally, even if it begins with a slash. The end of a pipe closes an open one.
+    A backslash at the end of a line joins it to the next; a prompt is `unescaped`. The lines between two \"\"\" are one
+    prompt, taken literally, even if it begins with a slash. The end of piped input closes an open prompt.
     """
     line = ask(PROMPT)
     if line.startswith(QUOTES):
@@ -43,7 +43,7 @@ def read_entry(ask: Callable[[str], str]) -> Entry:
 
 
 def unescaped(text: str) -> str:
-    r"""The text with a newline for each \n and a tab for each \t; \\n and \\t are \n and \t themselves."""
+    r"""The text with each \n replaced by a newline and each \t by a tab; \\n and \\t become a literal \n and \t."""
     meant = {r"\n": "\n", r"\t": "\t", r"\\n": r"\n", r"\\t": r"\t"}
     return re.sub(r"\\{1,2}[nt]", lambda found: meant[found[0]], text)
 
@@ -53,7 +53,7 @@ def interactive() -> bool:
 
 
 def asker(complete: Callable[[str], list[str]]) -> Callable[[str], str]:
-    """A function that reads a line: in a terminal with history and Tab, else silently from stdin.
+    """A function that reads a line: in a terminal with history and Tab completion, else from stdin without a prompt.
 
     complete(line up to the cursor) → the possible completions of its last word.
     """

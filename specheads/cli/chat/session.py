@@ -1,4 +1,4 @@
-"""A session: runs the decoders that are switched on over one prompt with one seed, and keeps the conversation."""
+"""A session: runs the decoders that are switched on for a prompt, with the same seed, and keeps the conversation."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from specheads.decoding.target.hf_base import text_config, vocabulary_size
 from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"
-TRIED = 2  # tokens decoded to try new settings: the first has no draft
-RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose changes are tried
+TRIED = 2  # tokens decoded to test new settings; the first one is not drafted
+RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose changes are tested by decoding
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding. distribution: whose the text has, as the comparison shows it."""
+    """One way of decoding. distribution: whose distribution the text has, as shown in the comparison."""
 
     name: str
     detail: str
@@ -45,7 +45,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of one decoder. full: it ended at the model's last position; stopped: the user stopped it."""
+    """One decoder's answer. full: it reached the model's last position; stopped: the user stopped it."""
 
     mode: Mode
     steps: list[Step]
@@ -74,14 +74,14 @@ class Session:
 
     def forget(self) -> None:
         """Forget the conversation; n-grams keep what they learnt."""
-        self.turns: list[tuple[str, str]] = []  # what was asked, and answered
+        self.turns: list[tuple[str, str]] = []  # (prompt, answer)
 
     def change(self, name: str, rest: str) -> None:
-        """Run the command `/name rest`. On ValueError nothing has changed."""
+        """Run the command `/name rest`. If it raises ValueError, nothing has changed."""
         try:
             new = change(self.settings, name, rest)
             self._refuse_unfit(new)
-            if name == "system":  # one that was set before waits for /chat on
+            if name == "system":  # an earlier system message waits for /chat on
                 _refuse_idle_system(new)
             if any(getattr(new, key) != getattr(self.settings, key) for key in RUNS):
                 self._try(new)
@@ -127,7 +127,7 @@ class Session:
         return modes
 
     def prompt_ids(self, prompt: str, tokenizer: Any) -> list[int]:
-        """The ids before the answer. ValueError if there are none, or the template refuses the prompt."""
+        """The ids before the answer. ValueError if there are none or the template refuses the prompt."""
         if not self.settings.chat:
             ids = list(tokenizer(prompt, verbose=False)["input_ids"])
         else:
@@ -148,9 +148,9 @@ class Session:
         self, mode: Mode, prompt: str, seed: int, *, drafter: Drafter | None = None,
         streamer: Any = None, stop: Interruption | None = None,
     ) -> Outcome:  # fmt: skip
-        """The answer of one decoder. drafter: replaces the mode's. streamer: as in generate().
+        """One decoder's answer. drafter: replaces the mode's. streamer: as in generate().
 
-        ValueError for a prompt that does not fit into the model's positions.
+        ValueError if the prompt does not fit into the model's positions.
         """
         ids = self.prompt_ids(prompt, mode.tokenizer)
         positions = getattr(text_config(mode.model), "max_position_embeddings", None) or NO_LIMIT
@@ -210,7 +210,7 @@ class Session:
             raise ValueError(
                 f"{settings.drafter!r} cannot write alone: that needs a draft model (--assistant, /drafter NAME)"
             )
-        # _try() does not find this: a text must repeat itself before anything is drafted from it.
+        # _try() would not detect this: some drafters draft nothing until the text repeats itself.
         if not drafter.gives_draft_probs and rule_named(settings.accept).requires_draft_probs:
             raise ValueError(
                 f"{settings.accept} compares the draft's probabilities with the target's, and {settings.drafter!r} "
@@ -227,8 +227,8 @@ class Session:
                 raise ValueError("the model's chat template ignores system messages")
 
     def _try(self, settings: Settings, *, target: bool = False) -> None:
-        """Decode a step, so that a drafter, a tree and a rule that do not fit are refused when they are set. It also
-        warms up the models."""
+        """Decode one step, so that a drafter, tree and rule that do not fit together are refused when they are set.
+        This also warms up the models."""
         ids = list(self.tokenizer("a")["input_ids"])
         before = prompt_length(self.models.target, ids)
 
@@ -236,17 +236,17 @@ class Session:
             return torch.full((len(text),), text.shape[1] >= before + TRIED)
 
         for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
-            length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for the whole of a tree
+            length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for a whole tree
             self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
 
 
 def prompt_length(model: PreTrainedModel, ids: list[int]) -> int:
-    """Tokens before the answer to the prompt `ids`: of an encoder-decoder its start token alone."""
+    """Number of decoder tokens before the answer to the prompt `ids`: for an encoder-decoder, just the start token."""
     return 1 if model.config.is_encoder_decoder else len(ids)
 
 
 def _refuse_idle_system(settings: Settings) -> None:
-    """ValueError for a system message where prompts are text to continue."""
+    """ValueError for a system message if prompts are text to be continued."""
     if settings.system is not None and not settings.chat:
         raise ValueError(
             "a system message begins a conversation, and prompts are text to continue here: switch it to chats with "

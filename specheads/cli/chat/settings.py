@@ -1,4 +1,4 @@
-"""What the console is set to, and the commands that change it: each gives new settings, or a ValueError."""
+"""The console's settings, and the commands that change them: each returns new settings or raises ValueError."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ PROCESSORS: dict[str, Callable[..., processors.LogitsProcessor]] = {
 
 
 def numbers_of(name: str) -> tuple[str, ...]:
-    """The numbers that a processor takes, in the order in which they are given."""
+    """The names of the numbers that a processor takes, in order."""
     return tuple(inspect.signature(PROCESSORS[name]).parameters)
 
 
 @dataclass(frozen=True)
 class Processor:
-    """How the next token is picked: filters first, then the temperature (Hugging Face's options do it the other way
-    round, which gives another nucleus)."""
+    """How the next token is picked: filters first, then the temperature. (Hugging Face's options do it the other way
+    round, which gives a different nucleus.)"""
 
     name: str = "greedy"
     temperature: float = 1.0
@@ -57,7 +57,7 @@ class Processor:
 
     @classmethod
     def of(cls, text: str) -> Processor:
-        """`nucleus 0.8 0.9`: a name and its numbers, of which the temperature alone may be left out."""
+        """Parse a name and its numbers, such as `nucleus 0.8 0.9`. Only the temperature may be left out."""
         name, *given = text.split() or [""]
         refuse_unknown([name], PROCESSORS, "processor")
         wanted = numbers_of(name)
@@ -87,8 +87,8 @@ class Processor:
 class Settings:
     """target, speculative, ngram, alone: which ways of decoding answer a prompt (alone: the draft model by itself).
 
-    drafter: of the speculative way; tree: as on the command line, over gamma, the length of a chain; with neither
-    the drafter's own. ngram_n: tokens an n-gram has. seed: None for a fresh one a prompt, the same for all ways.
+    drafter: of the speculative way; tree: as on the command line, overriding gamma, the length of a chain; with
+    neither, the drafter's default. ngram_n: tokens in an n-gram. seed: of all ways; None for a new one each prompt.
     """
 
     target: bool = True
@@ -125,14 +125,14 @@ class Settings:
             tree_named(self.tree)
 
 
-# Another console's defaults, where they are not these.
+# The defaults of another console, where they differ from ours.
 LIKE: dict[str, dict[str, Any]] = {
     "romsto": {"gamma": 4, "length": 35, "seed": 42, "ngram": True, "reset_in_between": True, "remember": False}
 }
 
 
 def settings_like(name: str | None, **given: Any) -> Settings:
-    """The defaults of another console, of LIKE, under what is given; of the options, None is not. ValueError for an
+    """Settings with the given options (None: not given) on top of the defaults of a console in LIKE. ValueError for an
     unknown name."""
     if name is not None:
         refuse_unknown([name], LIKE, "console")
@@ -141,8 +141,8 @@ def settings_like(name: str | None, **given: Any) -> Settings:
 
 @dataclass(frozen=True)
 class Command:
-    """usage: its arguments; value: what help shows of the settings; change: rest of the line → the new settings,
-    None for a command of the console itself; words: what each argument may be, where there are words for it."""
+    """usage: its arguments, for help; value: the current value, for help; change: settings and the rest of the line →
+    new settings (None for commands of the console itself); words: for each argument the words it may be, if any."""
 
     usage: str
     meaning: str
@@ -218,7 +218,7 @@ def _value_or_none(text: str) -> str | None:
 
 
 def _usages(*, lossless: bool) -> str:
-    """The rules that are lossless whatever their options, or the others."""
+    """Usages of the rules that are lossless with any options, or else of the other rules."""
     return ", ".join(RULES.usage(name) for name, rule in RULES.items() if (rule.lossless is True) == lossless)
 
 

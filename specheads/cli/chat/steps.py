@@ -1,4 +1,4 @@
-"""Records the drafted tree of each step, to show rejected drafts, without the loop having to carry it."""
+"""Records the tree drafted in each step, so that rejected drafts can be shown without passing it through the loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specheads.decoding.tree import DraftTree
 
 
 class Watched:
-    """A drafter whose latest tree can be read; otherwise it behaves as the drafter itself."""
+    """Wraps a drafter so that its latest tree can be read; otherwise it behaves like the drafter itself."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -24,13 +24,13 @@ class Watched:
         return self.tree
 
     def take(self) -> DraftTree | None:
-        """The tree of the last step; None if it drafted nothing."""
+        """The tree of the last step; None if nothing was drafted."""
         tree, self.tree = self.tree, None
         return tree
 
 
 def rejected_path(tree: DraftTree, accepted: Sequence[int]) -> list[int]:
-    """The rejected draft of the first row after the `accepted` tokens: of several branches, the first path."""
+    """The first row's rejected draft after the `accepted` tokens; if it has several branches, the first path."""
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
 
     def child(node: int, token: int | None = None) -> int | None:

@@ -1,4 +1,4 @@
-"""What the console shows: streamed texts, drafts in their colours, the comparison, the list of commands."""
+"""What the console shows: streamed texts, coloured drafts, the comparison and the list of commands."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED
 
 
 class StepStream(token_stream.TokenStream):
-    """Accepted drafts, the rejected draft after them, and the target's own token, each in its colour.
+    """Streams accepted drafts, the rejected draft after them, and the target's own token, each in its colour.
 
-    Of a tree, the path drafted first is shown as rejected.
+    If a tree was drafted, its first path is shown as rejected.
     """
 
     def __init__(self, console: Console, tokenizer: Any, watched: Watched | None) -> None:
@@ -39,7 +39,7 @@ class StepStream(token_stream.TokenStream):
             self.tree, self.step = self.watched.take(), value.flatten().tolist()
 
     def _flush(self, depth: int, *, last: bool = False) -> None:
-        # A text that stops at a draft has no rejected ones after it: later drafts were not judged.
+        # If the text stops at a draft, none after it are shown as rejected: they were not judged.
         if self.held is not None and not depth and self.tree is not None:
             text = self.pieces.peek(*rejected_path(self.tree, self.step[:-1]))
             self._write(text.replace("\n", "⏎"), REJECTED)
@@ -61,7 +61,7 @@ class StepStream(token_stream.TokenStream):
 
 
 def stream(console: Console, mode: Mode, debug: str, watched: Watched | None) -> token_stream.TokenStream:
-    """A streamer that prints the text of one decoder in the view `debug`."""
+    """A streamer that prints one decoder's text in the view `debug`."""
     if debug == "steps":
         return StepStream(console, mode.tokenizer, watched)
     return token_stream.TokenStream(console, mode.tokenizer, colored=debug == "depth")
@@ -74,7 +74,7 @@ def heading(console: Console, mode: Mode) -> None:
 
 
 def legend(debug: str, *, colors: bool) -> Text:
-    """One line with the meaning of each colour in this view, or of each mark where there are no colours."""
+    """One line with the meaning of each colour in this view, or of each mark if there are no colours."""
     if debug == "depth":
         return token_stream.legend() if colors else Text("no colours here; drafts are counted after each answer")
     line = Text()
@@ -85,7 +85,7 @@ def legend(debug: str, *, colors: bool) -> Text:
 
 
 def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None:
-    """Print the figures side by side, and a note on all of them."""
+    """Print the figures side by side, and a note that applies to all of them."""
     rows = [cells(name, figures) for name, figures in compare_outcomes(outcomes).items()]
     terminal.print_table(console, terminal.table("", COLUMNS, rows))
     if note:

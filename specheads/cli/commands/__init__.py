@@ -1,1 +1,1 @@
-"""What the `specheads` commands do once their arguments are read; specheads_cli reads them."""
+"""What the `specheads` commands do once specheads_cli has parsed their arguments."""

@@ -1,4 +1,4 @@
-"""The prompt and the draft tree of a command line."""
+"""Reads the prompt and the draft tree from a command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specheads.decoding.planner import Plan, as_plan
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt of --prompt, --prompt-file or stdin. ValueError if there is none, or more than one."""
+    """The prompt from --prompt, --prompt-file or stdin. ValueError if there is none, or more than one."""
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
     source = "--prompt"
@@ -34,4 +34,4 @@ def parse_tree(spec: str | None, drafter: Any) -> Plan | None:
     try:
         return as_plan(spec, drafter)
     except ValueError as error:
-        raise ValueError(f"--{error}") from error  # which names the option: tree 'bush'…
+        raise ValueError(f"--{error}") from error  # its text begins with the option's name: tree 'bush'…

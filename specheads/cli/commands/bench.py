@@ -1,4 +1,4 @@
-"""`specheads bench`: loads the models, measures what is not done yet, and shows tables and files."""
+"""`specheads bench`: loads the models, measures what is not done yet, and shows the tables and the files' paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ PEERS = {openvino.NAME: openvino.WORKER, llama.NAME: llama.WORKER}
 def load(
     model: str | None, checkpoints: Path | None, base: str | None, dtype: str, device: str
 ) -> tuple[Models, Path | None]:
-    """The models, and the folder whose heads go by their names: `checkpoints`, or the shipped one without a model."""
+    """The models, and the folder of heads that can be given by name: `checkpoints`, or the shipped one if no model is
+    given."""
     hf_logging.disable_progress_bar()
     if model is not None:
         return Models.load(model, base=base, dtype=dtype, device=device), checkpoints
@@ -35,8 +36,7 @@ def load(
 
 
 def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[str, Path]) -> tuple[str, ...]:
-    """What a user would otherwise pick, our plain loop, our prompt lookup, and each head that is there, also as
-    draft="auto" uses it."""
+    """The usual alternatives, our plain loop, our prompt lookup, and each available head, also with draft="auto"."""
     heads = ["head"] if "head" in models.drafters else []
     if not heads and checkpoints is not None:
         heads = [name for name in shipped.LABELS if (checkpoints / name / "config.json").is_file()]
@@ -46,7 +46,7 @@ def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[st
 
 
 def parse_peers(given: list[str] | None) -> dict[str, Path]:
-    """NAME=PYTHON of each --peer. ValueError for an unknown one, or one whose Python is not there."""
+    """Name → Python of each --peer NAME=PYTHON. ValueError for an unknown name or a Python that does not exist."""
     found = {}
     for text in given or []:
         name, equals, python = text.partition("=")
@@ -60,7 +60,7 @@ def parse_peers(given: list[str] | None) -> dict[str, Path]:
 
 
 def refuse_absent_peers(texts: Iterable[str], peers: Container[str]) -> None:
-    """ValueError for a decoder that runs in a peer's environment if none was given."""
+    """ValueError for a decoder that needs a peer's environment that was not given."""
     for text in texts:
         peer = parse_decoder(text).peer
         if peer is not None and peer not in peers:
@@ -73,11 +73,11 @@ def bench(
     models: Models, checkpoints: Path | None, options: BenchOptions, sets: list[prompt_sets.PromptSet], out: Path, *,
     peers: Mapping[str, Path], plots: bool, command: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure and write; the record of bench.json, and the files written. Progress goes to stderr."""
+    """Measure and write the files → the record of bench.json, with the files written. Progress goes to stderr."""
     if plots:
         require_matplotlib()  # before hours of measuring, not after them
     workers = {
-        # -I: neither this environment's paths nor the worker's own folder, whose file names would hide packages.
+        # -I: adds neither this environment's paths nor the worker's own folder, whose files would shadow packages.
         name: Peer(name, [str(python), "-I", str(PEERS[name])], (out / "peers" / name).resolve())
         for name, python in peers.items()
     }
@@ -106,9 +106,9 @@ def bench(
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print the tables, what they mean, and the paths of the files on stdout."""
+    """Print the tables, their notes and the files' paths on stdout."""
     for table in report.tables(record["rows"]):
-        # The title is printed apart: in a table it would be wrapped at the table's width.
+        # The title is printed separately: in the table it would be wrapped at the table's width.
         shown = terminal.as_text(terminal.table("", table.columns, table.lines)).strip("\n")
         print(f"{table.title}\n{shown}\n")
     for line in (*report.LEGEND, *report.notes(record)):

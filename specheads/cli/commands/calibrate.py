@@ -1,4 +1,4 @@
-"""`specheads calibrate`: the static tree that suits a head's ranks on data, saved with the head if asked."""
+"""`specheads calibrate`: finds the best static tree for a head from its ranks on data, and saves it with the head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def calibrate(
     model: SpecModel, tokenizer: Any, data: list[str], *, num_nodes: int, max_depth: int | None, max_rows: int,
     max_length: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The best tree of `num_nodes`, and the accepted lengths of it and of the best trees of other sizes on the data."""
+    """The best tree of `num_nodes`, and the accepted lengths on the data of it and of the best trees of other sizes."""
     config = DataConfig(train=data, max_samples=max_rows, max_length=max_length)
     rows, _ = build_datasets(config, tokenizer, text_config(model.base).vocab_size)
     with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:

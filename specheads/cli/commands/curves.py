@@ -1,4 +1,4 @@
-"""`specheads curves`: the accepted length of training runs, beside one another."""
+"""`specheads curves`: compares the accepted length of training runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from specheads.training.report.log import clock_time
 
 
 def compare_runs(folders: Sequence[Path], output: Path) -> list[dict[str, Any]]:
-    """Draw the runs into `output`, and return their curves as plain values."""
+    """Plot the runs into the file `output`, and return their curves as plain values."""
     curves = [compare.read_curve(folder) for folder in folders]
     compare.draw(curves, output)
     return [curve.to_dict() for curve in curves]
 
 
 def show(curves: Sequence[dict[str, Any]]) -> None:
-    """Where each run ended."""
+    """Print where each run ended."""
     rows = []
     for curve in curves:
         last = curve["points"][-1]

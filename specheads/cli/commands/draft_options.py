@@ -1,4 +1,4 @@
-"""The options of a command that say what drafts."""
+"""The options of a command that choose the drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specheads.models.named import Models, describe_drafter
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The options of a command that say what drafts. draft=False: nothing does, and no other is given.
+    """The options of a command that choose the drafter. draft=False: none, and then no other option may be given.
 
     ValueError, in one line, for options that contradict each other."""
 
@@ -36,8 +36,8 @@ class DraftOptions:
             )
 
     def drafter(self, models: Models, *, auto: bool = False) -> tuple[str | None, Drafter | None]:
-        """The drafter's name in a table, and the drafter; None for both if nothing drafts. auto: in place of a head
-        that no option asks for, what pays."""
+        """The drafter's name in a table, and the drafter; both None if nothing drafts. auto: unless an option asks for
+        the head, use whichever draft is fastest."""
         if not self.draft:
             return None, None
         name = self.name or ("auto" if auto and models.best == "head" else models.best)

@@ -1,4 +1,4 @@
-"""`specheads evaluate`: races a drafter against transformers' generate() and our loop without drafts, greedily."""
+"""`specheads evaluate`: races a drafter, greedily, against transformers' generate() and our loop without drafts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def measure(
     repeats: int, tree: str | None, rule: Acceptance | None = None, batch_size: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """The settings, the environment, and the figures of each decoder. tree: as on the command line. batch_size: prompts
-    at a time; where it is more than one, ours take the next prompt as a row ends, and generate() goes batch by batch.
+    at a time; if several, our decoders take the next prompt when a row ends, while generate() runs batch by batch.
 
-    The drafter, named `name`, comes last, followed by itself under `rule` if that is given. Of a conversation only the
-    first turn is used. Progress goes to stderr."""
+    The drafter, called `name`, comes last, followed by itself with `rule` if that is given. Only the first turn of a
+    conversation is used. Progress goes to stderr."""
     model, tokenizer = models.target, models.tokenizer
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
     plan = parse_tree(tree, drafter)
@@ -50,7 +50,7 @@ def measure(
         racers[f"{name}, {RULES.write(rule)}"] = ours(draft=drafter, plan=plan, accept=rule)
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as report_progress:
         side = "right" if model.config.is_encoder_decoder else "left"
-        rows = 1 if batch_size == 1 else len(asked)  # a queue of all of them
+        rows = 1 if batch_size == 1 else len(asked)  # all in one queue
         batches = prompt_batches.batches(tokenizer, asked, model.device, rows, side=side)
         result = runner.race(racers, batches, repeats=repeats, report=report_progress)
     return {
@@ -73,7 +73,7 @@ def show(record: dict[str, Any]) -> None:
     cells = [report.cells(name, row) for name, row in rows.items()]
     terminal.print_table(out, terminal.table(title, report.COLUMNS, cells))
     parts = [report.part_cells(name, row) for name, row in rows.items()]
-    if record["batch_size"] == 1:  # else a step's time is that of all rows
+    if record["batch_size"] == 1:  # in a batch, a step's time is that of all rows
         terminal.print_table(out, terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
     *_, head = rows.values()
     shares = enumerate(head["accepted_by_depth"] or (), start=1)

@@ -1,4 +1,4 @@
-"""`specheads features` and train/features.py: save what a recipe's base computes, after the user agreed to the size."""
+"""`specheads features` and train/features.py: save a recipe's base features, after the user has agreed to the size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specheads.training.recipe.recipe import read_recipe
 def run(
     recipe: Path, overrides: Sequence[str], output: Path, *, taps: str | None = None, yes: bool = False, **options: Any
 ) -> Saved:
-    """Save the features. taps: as on the command line, '2,16,29'. options: others of `SaveOptions`. yes: do not ask."""
+    """Save the features. taps: as on the command line, '2,16,29'. options: other `SaveOptions`. yes: do not ask."""
     try:
         layers = None if taps is None else tuple(int(tap) for tap in taps.split(","))
     except ValueError as error:

@@ -20,7 +20,7 @@ def export(
     source: str, out: Path, to: str, *, base: str | None, dtype: str | None, embeddings: bool, gguf: Path | None,
     check: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Export a head: where the export is, its format, and what a check of it found."""
+    """Export a head → the export's path, its format and, if checked, the check's result."""
     refuse_unknown([to], ENGINES, what="format for --to")
     _check_dtype(dtype)
     hf_logging.disable_progress_bar()
@@ -37,7 +37,8 @@ def export(
 def import_head(
     source: str, out: Path, *, base: str | None, allow_pickle: bool, allow_nonfinite: bool, dtype: str | None
 ) -> dict[str, Any]:
-    """Import a head: what was read, and where it was saved. An older run's figures in `out` would pass for its own."""
+    """Import a head → what was read, and where it was saved. `out` must be empty: an older run's figures in it would
+    pass for this head's."""
     _check_dtype(dtype)
     refuse_nonempty(out, "import into")
     hf_logging.disable_progress_bar()
@@ -60,7 +61,7 @@ def _check_dtype(dtype: str | None) -> None:
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print one line a value on stdout."""
+    """Print the record on stdout, one line per value."""
     width = max(map(len, record))
     for name, value in record.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""`specheads generate`: streams one text, each token in the colour of its draft depth if asked for."""
+"""`specheads generate`: streams one text, with tokens coloured by draft depth if requested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specheads.models.named import Models
 @dataclass(frozen=True)
 class GenerateOptions:
     """How to continue a prompt. temperature 0 is greedy; tree and accept are as on the command line; draft=False
-    decodes one token a step."""
+    decodes one token per step."""
 
     max_new_tokens: int
     temperature: float
@@ -43,7 +43,7 @@ class GenerateOptions:
         if not self.draft and self.accept is not None:
             raise ValueError("--accept says which drafts are accepted, and --no-draft not to draft; give one of them")
         if self.accept is not None:
-            rule_named(self.accept)  # bad text is refused before a model loads
+            rule_named(self.accept)  # refuses a bad name before a model is loaded
 
     def arguments(self, drafter: Drafter | None) -> dict[str, Any]:
         """The arguments of generate()."""
@@ -116,7 +116,7 @@ def write_text(
     out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
     stream: bool = True, **arguments: Any,
 ) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
-    """Print the text that `base` generates after `prompt`; the output of generate(), and the draft depth of each token.
+    """Print the text that `base` generates after `prompt` → generate()'s output, and the draft depth of each token.
 
     With color_depth the prompt is printed too, in another colour or, without colours, followed by ▶."""
     before = (prompt if terminal.has_colors(out) else prompt + "▶") if color_depth else ""

@@ -1,4 +1,4 @@
-"""`specheads info PATH`: what a head checkpoint holds, or the draft modules of a model's own."""
+"""`specheads info PATH`: what a head checkpoint contains, or the MTP modules in a model's own checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNITS = {
 
 
 def checkpoint_record(path: Path) -> dict[str, Any]:
-    """What the head checkpoint in the directory `path` holds. CheckpointError if it is no checkpoint."""
+    """What the head checkpoint in the directory `path` contains. CheckpointError if it is not a checkpoint."""
     if not path.is_dir():
         hint = did_you_mean(str(path))
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
@@ -52,7 +52,7 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
 
 
 def _shipped_record(path: Path, foreign: ForeignCheckpoint) -> dict[str, Any]:
-    """What the draft modules are that a target's own checkpoint in the directory `path` holds."""
+    """The MTP modules in a target's own checkpoint in the directory `path`."""
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
@@ -74,19 +74,19 @@ def _shipped_record(path: Path, foreign: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def _recurrent_states(path: Path, base: str | None, revision: str | None = None) -> dict[str, str]:
-    """What those of a hybrid base take while it generates, if its config is on this machine."""
+    """The memory that a hybrid base's recurrent states take during generation, if its config is on this machine."""
     if not base:
         return {}
     source = path / base if base.startswith(".") else base  # a local name is relative to the checkpoint
     try:
         size = state_size(AutoConfig.from_pretrained(source, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # not here, or of a model that this transformers does not know
+    except (OSError, ValueError):  # not on this machine, or unknown to this transformers version
         return {}
     return {} if size is None else {"recurrent_states": size.line()}
 
 
 def _cost_lines(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[str]:
-    """A line for each file that draft="auto" goes by, of this head beside the base that it was trained for."""
+    """A line for each file of step costs that draft="auto" would use for this head with the base it was trained for."""
     lines = []
     for path in cost_files(base_fingerprint, head):
         try:
@@ -102,7 +102,7 @@ def _cost_lines(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print one line a value on stdout; the values of a table are indented below its name."""
+    """Print the record on stdout, one line per value; the values of a table are indented below its name."""
     width = max(len(_UNITS.get(name, (name,))[0]) for name, value in record.items() if not isinstance(value, dict))
     for name, value in record.items():
         if isinstance(value, dict) and value:

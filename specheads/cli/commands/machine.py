@@ -1,4 +1,4 @@
-"""`specheads doctor` on the machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
+"""`specheads doctor` for the machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import psutil  # accelerate's own dependency
+import psutil  # a dependency of accelerate
 import torch
 from huggingface_hub import constants
 
@@ -19,12 +19,12 @@ from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import HEADS
 
-_SECONDS = 5.0  # timeout of the hub
+_SECONDS = 5.0  # timeout for the hub
 
 
 def machine_record(network: bool = False) -> dict[str, Any]:
-    """environment(), the known heads, the shipped checkpoints with their sizes, and a line on each thing that affects
-    speed. network: also ask the hub."""
+    """environment(), the known heads, the shipped checkpoints with their sizes, and a line for everything that affects
+    speed. network: also check whether the hub can be reached."""
     here = environment()
     record = {
         **here, "heads": list(HEADS), "shipped_checkpoints": _shipped(), "memory": _memory(), "compiler": _compiler(),
@@ -90,7 +90,7 @@ def _threads(here: dict[str, Any]) -> str:
 
 
 def _hub(endpoint: str) -> str:
-    """Whether the hub answers. Never an error, since models on disk do not need it."""
+    """A line on whether the hub answers. It never raises, since models on disk do not need the hub."""
     if constants.HF_HUB_OFFLINE:
         return f"{endpoint} not asked: HF_HUB_OFFLINE is set"
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`specheads sweep`: measures every setting, saves each when done, and shows a table, files and pictures."""
+"""`specheads sweep`: measures every setting, saves each when done, and shows a table and the paths of the files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def sweep(
     asked: Sweep, out: Path, *, dtype: str, device: str, workers: int, plots: bool, command: str,
     recorded: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the sweep; the record of sweep.json, and the files written. Progress goes to stderr."""
-    plots = plots and recorded is None  # a replay has no speed and no accuracy to draw
+    """Run the sweep → the record of sweep.json, with the files written. Progress goes to stderr."""
+    plots = plots and recorded is None  # a replay has no speed or accuracy to plot
     if plots:
         require_matplotlib()  # before hours of measuring, not after them
     where = environment.environment()

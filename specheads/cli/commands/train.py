@@ -1,4 +1,4 @@
-"""`specheads train` and train/heads.py: a run from its recipe to the exit code, and what it will take."""
+"""`specheads train` and train/heads.py: a run from its recipe to the exit code, and the estimate of what it takes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def show_estimate(
     recipe: Path, overrides: Sequence[str], processes: int | None, distributed: str | None, device: str | None,
     as_json: bool = False,
 ) -> None:  # fmt: skip
-    """Print what the run will take; nothing is loaded. None: what the recipe's launch section says, the device
-    that is here."""
+    """Print an estimate of what the run will take; nothing is loaded. None for processes and distributed: as in the
+    recipe's launch section; for device: this machine's."""
     wanted = read_recipe(recipe, overrides)
     launch = LaunchConfig(processes, distributed)
     found = estimate(wanted, launch.processes, launch.distributed, device)
@@ -31,7 +31,7 @@ def show_estimate(
 
 
 def refuse_without_dry_run(**given: Any) -> None:
-    """ValueError if any of --processes, --distributed and --device, by name, is given to a run that trains."""
+    """ValueError if --processes, --distributed or --device is given without --dry-run. given: by option name."""
     if named := [f"--{name} {value}" for name, value in given.items() if value is not None]:
         raise ValueError(
             f"{', '.join(named)} would have no effect without --dry-run; to train in several processes, start "
@@ -42,8 +42,8 @@ def refuse_without_dry_run(**given: Any) -> None:
 def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:
     """Train, and print the result. Errors of the run itself are one line on stderr, after the name of the program.
 
-    The exit code: 0; 1 where training could not continue; 3 where decoding and training disagree; 128 + the signal
-    where the run was stopped. Raises ValueError, OSError or ImportError for bad input.
+    The exit code: 0; 1 if training could not continue; 3 if decoding and training disagree; 128 + the signal if the run
+    was stopped. Raises ValueError, OSError or ImportError for bad input.
     """
     try:
         prepared = prepare(read_recipe(recipe, overrides))
@@ -53,20 +53,20 @@ def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = Fa
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: stopped before the first step; nothing was saved", file=sys.stderr)
         return 130
-    # The Trainer's logs go where progress goes, so that stdout holds the result alone.
+    # The Trainer's logs go to stderr with the progress, so that stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             metrics = prepared.train()
         except TrainingStopped as stopped:
-            if str(stopped):  # on the first process
+            if str(stopped):  # only on the main process
                 print(f"{program}: {stopped}", file=sys.stderr)
             return stopped.exit_code
-        except ParityError as error:  # in every process
+        except ParityError as error:  # raised in every process
             if prepared.trainer.is_world_process_zero():
                 print(f"{program}: {error}", file=sys.stderr)
             wait_for_all(prepared.trainer.accelerator)  # a launcher stops the others as soon as one has failed
             return 3
-        except TrainingError as error:  # perhaps in this process alone
+        except TrainingError as error:  # perhaps only in this process
             print(f"{program}: {error}", file=sys.stderr)
             return 1
     if prepared.trainer.is_world_process_zero():

@@ -1,4 +1,4 @@
-"""`specheads tune`: measures what a step costs here, and says which head and tree would be fastest."""
+"""`specheads tune`: measures what a step costs on this machine, and says which head and tree would be fastest."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from specheads.models.costs import cost_path
 from specheads.models.named import Models, describe_drafter
 from specheads.models.spec_model import SpecModel
 
-PROMPTS, LENGTH = 16, 96  # of a record that is not there yet: prompts, and tokens after each
+PROMPTS, LENGTH = 16, 96  # of a new record: number of prompts, and new tokens for each
 
 
 def measure(models: Models, config: TuneConfig, *, output: Path | None, known: Record | None) -> dict[str, Any]:
-    """Measure one model, write its file, and search the record, if there is one."""
+    """Measure one model, write its cost file and, with a record, search it for the fastest head and tree."""
     head = models.drafters.get("head")
     head = head if isinstance(head, DraftHead) else None
     name = "no head" if head is None else describe_drafter("head", head)
@@ -61,8 +61,8 @@ def measure(models: Models, config: TuneConfig, *, output: Path | None, known: R
 
 
 def record_at(path: Path, models: Models) -> Record:
-    """The record in a file; a missing one is written first: the base's greedy text after held-out prompts. ValueError
-    for one of another base."""
+    """The record in a file; if missing, it is first generated: the base's greedy text after held-out prompts.
+    ValueError if it is of another base."""
     if not path.exists():
         ids = [models.tokenizer(text)["input_ids"] for text in held_out_prompts(models.tokenizer, PROMPTS)]
         with terminal.progress(terminal.make_console(stderr=True), "recording the base's text") as report:
@@ -75,7 +75,7 @@ def record_at(path: Path, models: Models) -> Record:
 
 
 def _saved(path: Path) -> CostTable | None:
-    """What the file holds so far; None without one, and for one that this version cannot read: it is replaced."""
+    """The table in the file so far; None if there is no file, or this version cannot read it and will replace it."""
     try:
         return CostTable.load(path)
     except (OSError, ValueError):

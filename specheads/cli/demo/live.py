@@ -1,4 +1,4 @@
-"""The demo's training: an EAGLE-3 head, against the clock, on source files and on the base's own continuations."""
+"""The demo's training: an EAGLE-3 head, for a fixed time, on source files and the base's own continuations."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArgument
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """minutes: of training. rows: of a step. learning_rate: its peak. own_time: the share of the time spent on
-    continuations by the base. own_share: the share of the rows that are such continuations."""
+    """minutes: of training. rows: in a batch. learning_rate: its peak. own_time: share of the time spent on generating
+    continuations with the base. own_share: share of the rows that are such continuations."""
 
     minutes: float
     seed: int
     rows: int = 6
-    row_tokens: int = 160  # as long as what is then decoded: 64 tokens of a prompt and 96 more
+    row_tokens: int = 160  # as many as are decoded later: 64 of a prompt and 96 new ones
     learning_rate: float = 4e-3
     own_time: float = 0.12
     own_share: float = 0.5
 
 
 class Rows(Dataset):
-    """Windows of `ids` (T,) and rows of `own` (R, row_tokens), drawn by index: row i is always the same."""
+    """Random windows of `ids` (T,) and rows of `own` (R, row_tokens), seeded by index: row i is always the same."""
 
     def __init__(self, ids: Tensor, own: Tensor, options: LiveOptions) -> None:
         self.ids, self.own, self.options = ids, own, options
@@ -58,7 +58,7 @@ class Rows(Dataset):
 
 
 class TimedTrainer(SpecTrainer):
-    """Trains for `seconds`; the learning rate warms up over 10 steps and falls as time passes."""
+    """Trains for `seconds`. The learning rate warms up over 10 steps and then decays with time."""
 
     def __init__(self, *args: Any, seconds: float, tell: terminal.Report, **kwargs: Any) -> None:
         self.seconds = seconds
@@ -69,7 +69,7 @@ class TimedTrainer(SpecTrainer):
 
     @property
     def passed(self) -> float:
-        """Share of the time, 0 to 1."""
+        """The share of the time that has passed, from 0 to 1."""
         return min(1.0, (time.monotonic() - self.began) / self.seconds)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
@@ -112,7 +112,7 @@ def train_live(
         tempfile.TemporaryDirectory() as scratch,
         warnings.catch_warnings(),
     ):
-        # The norms keep float32 weights under bfloat16 autocast; torch says once that this is not its fastest path.
+        # The norms keep float32 weights under bfloat16 autocast; torch warns once that a faster path exists.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         arguments = SpecTrainingArguments(
             output_dir=scratch, max_steps=10**6, per_device_train_batch_size=options.rows, logging_steps=5,
@@ -134,7 +134,8 @@ def train_live(
 
 
 def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> Tensor:
-    """(T,) ids of randomly chosen files that are not held out, each after the tokenizer's bos; more than are read."""
+    """(T,) ids of randomly chosen files that are not held out, each after the tokenizer's bos; more than training
+    reads."""
     files = [path for name, path in corpus.stdlib_files().items() if name not in set(held_out)]
     random.Random(options.seed).shuffle(files)
     characters = 100_000 + int(500_000 * options.minutes)
@@ -155,9 +156,9 @@ def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> T
 
 @torch.no_grad()
 def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seconds: float, tell: Any) -> Tensor:
-    """(R, row_tokens): windows of a quarter row, each continued by the base's greedy text, as many as time allows.
+    """(R, row_tokens): windows of a quarter row, each continued greedily by the base, as many as time allows.
 
-    A head drafts for what the base would write, which is not quite what people wrote.
+    A head drafts what the base would write, which differs somewhat from what people wrote.
     """
     rng, prompt = random.Random(options.seed + 1), options.row_tokens // 4
     made: list[Tensor] = []

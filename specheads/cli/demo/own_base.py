@@ -1,4 +1,4 @@
-"""The demo's base if none came with the package: a tiny one, trained on the standard library in about a minute."""
+"""The demo's base if the package came without one: a tiny model, trained on the standard library in about a minute."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specheads.training.base_model.options import Options
 from specheads.training.base_model.run import RECORD, train
 
 MINUTES = 1.0  # of training
-FILES = 250  # of the standard library: more than it reads in that time on two cores, and quickly encoded
+FILES = 250  # of the standard library: quickly encoded, and more than two cores train on in that time
 
 
 def own_base(folder: Path, seed: int, out: Console) -> Path:
-    """Make sure that `folder` holds a base: one that an earlier demo trained, or one trained now."""
+    """Make sure that `folder` has a base: one from an earlier demo, or one trained now."""
     if (folder / RECORD).is_file():
         out.print(f"base: {folder}, which an earlier demo trained; delete the folder to train another")
         return folder

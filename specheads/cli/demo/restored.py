@@ -1,4 +1,4 @@
-"""A saved head in a new Python process: it loads base and head, prints the texts, and returns their tokens."""
+"""Loads a saved head and its base in a new Python process, which prints the texts and returns their tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_elsewhere(head: Path, base: Path, prompts: list[str], max_new_tokens: i
 
 
 def _stream(out: Console) -> Any:
-    """The console's file if a process can write to it, else DEVNULL: a captured stream has no descriptor."""
+    """The console's file if a subprocess can write to it, else DEVNULL: a captured stream has no file descriptor."""
     try:
         out.file.fileno()
     except (OSError, ValueError):

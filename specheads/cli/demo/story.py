@@ -30,18 +30,18 @@ from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 
 LIVE = "EAGLE-3, just trained"
-DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it, not two thirds
+DRAFT_VOCAB = 1024  # of the live head, so that its output matrix is a third of its weights, not two thirds
 STEPS = 3  # of training-time test, of the live head
 NUM_SHOWN = 2  # prompts whose text is shown
 REPEATS = 3  # of the race
-RACE_SECONDS = 130.0  # no further repeat of the race begins after this
+RACE_SECONDS = 130.0  # budget of the race, beyond which no further repeat starts
 TIE = 1e-3  # logits closer than this may swap ranks between two float32 passes of different shape
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """checkpoints: the folder of base/ and the heads; None: the shipped one or, if there is none, a base trained here.
-    minutes, seed: of the training. output: where the head is saved."""
+    """checkpoints: the folder with base/ and the heads; None: the shipped one or, if there is none, a newly trained
+    base. minutes, seed: of the training. output: where the head is saved."""
 
     minutes: float
     num_prompts: int
@@ -52,7 +52,7 @@ class DemoOptions:
 
 
 def run(options: DemoOptions, out: Console) -> dict[str, Any]:
-    """Run the demo on `out` and return its figures. `differing` lists texts that differ; there should be none.
+    """Run the demo, printing on `out`, and return its figures. `differing` lists texts that differ: should be empty.
 
     ValueError or OSError on bad input."""
     began = time.monotonic()
@@ -103,7 +103,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
 
 
 def find_base(options: DemoOptions, out: Console) -> tuple[Path, Iterable[str]]:
-    """The folder of the base, and the names of the heads beside it. A wheel has neither; then a base is trained."""
+    """The folder of the base, and the names of the heads beside it. A wheel has neither: then a base is trained."""
     try:
         return shipped.find_base(options.checkpoints), shipped.LABELS
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def compare(
     base: PreTrainedModel, models: dict[str, SpecModel], batches: list[dict[str, Tensor]], max_new_tokens: int,
     out: Console,
 ) -> runner.Race:  # fmt: skip
-    """transformers' generate(), our loop without drafts, and every head, in turn on the same prompts."""
+    """Race transformers' generate(), our loop without drafts, and every head on the same prompts."""
     racers = {
         REFERENCE: decoders.transformers_generate(base, max_new_tokens),
         "our loop, no drafts": decoders.specheads_generate(base, max_new_tokens),
@@ -147,10 +147,10 @@ def compare(
 def differences(
     race: runner.Race, base: PreTrainedModel, batches: list[dict[str, Tensor]], restored: list[list[int]]
 ) -> tuple[list[str], list[str]]:
-    """Where texts differ from transformers' own; and separately near ties, where the two best tokens are so close that
-    rounding in a pass of another shape may choose between them.
+    """Where texts differ from transformers' own; and, separately, near ties, where the two likeliest tokens are so
+    close that rounding in a pass of another shape may decide between them.
 
-    restored: the first texts, as the restored head wrote them.
+    restored: the first texts, as generated with the restored head.
     """
     differing: list[str] = []
     ties: list[str] = []

@@ -1,1 +1,1 @@
-"""From files, folders, the hub or memory to batches of token ids and labels."""
+"""Turns rows from files, folders, the hub or memory into batches of token ids and labels."""

@@ -14,7 +14,7 @@ from specheads.data.rows import IGNORED, Row
 
 
 def pack(rows: Iterable[Row], max_length: int) -> list[Row]:
-    """Rows → sequences of at most max_length tokens, each row in the fullest open sequence that still takes it.
+    """Rows → sequences of at most max_length tokens, each row in the fullest open sequence that still has room for it.
 
     Adds document_ids (1, 1, 2, 2, 2, …) and position_ids, which restart with each document. The first token of a
     document is never supervised. Raises ValueError for a row longer than max_length.
@@ -47,8 +47,8 @@ class Collator:
     """Rows → a batch padded on the right to its longest row: int64 tensors, (B, T) each.
 
     input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
-    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of. A row may be padded already, by its
-    attention_mask, and packed by its position_ids alone.
+    all tokens of an unpacked row). T is rounded up to pad_to_multiple_of. A row may already be padded, as shown by its
+    attention_mask, or packed, as shown by its position_ids alone.
     """
 
     pad_token_id: int
@@ -83,9 +83,10 @@ class Collator:
 
 
 def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
-    """(B, T) positions → document ids: a position that does not rise begins a document; 0 where the mask (B, T) is.
+    """Positions (B, T) → document ids (B, T): a position that does not increase starts a document; 0 where the mask
+    (B, T) is 0.
 
-    None for positions on several axes (3, B, T), those of images, which stand still within a document."""
+    None for positions on several axes (3, B, T), as with images, which may stay the same within a document."""
     if position_ids.dim() > 2:
         return None
     seen, positions = attention_mask.bool(), position_ids.expand_as(attention_mask)

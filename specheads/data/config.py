@@ -13,8 +13,8 @@ from specheads.options import OptionError, refuse_unknown
 class DataConfig:
     """What to train on. train, eval: path, list of paths, glob, saved dataset folder, hub id, Dataset or rows.
 
-    max_length in tokens; max_samples in rows of train, drawn with `seed`; eval_fraction of the rows of train is held
-    out when there is no eval. split, eval_split and subset are read for hub ids and saved folders only.
+    max_length: tokens of a row; max_samples: rows of train, drawn with `seed`; eval_fraction: share of the train rows
+    held out if there is no eval. split, eval_split and subset only apply to hub ids and saved folders.
     """
 
     train: Any
@@ -53,7 +53,7 @@ class DataConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> DataConfig:
-        """Raises ValueError for an unknown key, naming the nearest known one, and for a missing `train`."""
+        """ValueError for an unknown key, with the nearest known one, and for a missing `train`."""
         refuse_unknown(options, [field.name for field in fields(cls)], what="data option")
         if "train" not in options:
             raise ValueError("data option 'train' is missing: give a path, a list of paths, a glob or a hub dataset id")

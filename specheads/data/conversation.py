@@ -1,4 +1,4 @@
-"""What a row asks a model: the turns of a chat where the assistant speaks, and the token ids before each."""
+"""What a row asks a model: the assistant's turns in a chat, and the token ids before each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specheads.data.rows import without_none
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat without its answers. turns: the messages before each answer, the last of them a user's or a tool's.
+    """A chat without its answers. turns: the messages before each answer; the last is a user's or tool's.
 
-    A turn that begins with messages of the assistant replaces the answer before it by them.
+    If a turn starts with assistant messages, these replace the model's answer to the turn before.
     template: further variables of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -28,15 +28,15 @@ class Conversation:
 
     @classmethod
     def from_messages(cls, messages: Any, tools: Any = None) -> Conversation:
-        """Of a row's columns: the assistant is asked after each message of the user and after each run of tool results.
+        """From a row's columns. The assistant is asked after each user message and each run of tool results.
 
-        The row's answers are dropped, except messages that tool results follow: those stay with calls and reasoning,
-        because nobody can run the tools of a data set again. The model is still asked at that turn, so that its own
-        call can be learnt; the chat then continues with the call of the row. Raises ValueError for malformed messages.
+        The row's answers are dropped, except messages that are followed by tool results: these stay, with calls and
+        reasoning, because a data set's tools cannot be run again. The model still answers that turn, so that its own
+        call can be learnt, but the chat continues with the row's call. Raises ValueError for malformed messages.
         """
         turns: list[tuple[Message, ...]] = []
         turn: list[Message] = []
-        answer: list[Message] = []  # the assistant's messages since the last of the others
+        answer: list[Message] = []  # the assistant's messages since the last message of anyone else
         for message in parse_messages(without_none(messages)):
             is_result = message["role"] in TOOL_ROLES
             if turn and turn[-1]["role"] in TOOL_ROLES and not is_result:
@@ -67,14 +67,14 @@ class Conversation:
 
     @property
     def key(self) -> str:
-        """Equal for conversations that ask the same, up to Unicode composition and white space at the ends."""
+        """A key that is equal for conversations that ask the same, up to Unicode composition and outer white space."""
         return json.dumps([_normal(self.turns), _normal(self.tools)], sort_keys=True, default=str)
 
     def with_template(self, template: Mapping[str, Any] | None) -> Conversation:
         return replace(self, template=template)
 
     def keeps_call(self, turn: int) -> bool:
-        """Whether the row's own message replaces the answer to this turn in later prompts."""
+        """Whether the row's own message replaces the model's answer to this turn in later prompts."""
         return turn + 1 < len(self.turns) and self.turns[turn + 1][0]["role"] == "assistant"
 
     def messages(self, answers: Sequence[str]) -> list[Message]:
@@ -87,7 +87,7 @@ class Conversation:
         return [*messages, *self.turns[len(answers)]]
 
     def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
-        """The messages as the chat template writes them. ValueError without one, or where it refuses them."""
+        """The messages as the chat template writes them. ValueError if there is no template or it refuses them."""
         template = template_of(tokenizer, self.tools)
         try:
             return str(
@@ -104,12 +104,12 @@ class Conversation:
             raise ValueError(f"the chat template refuses {first}: {error}") from error
 
     def prompt(self, answers: Sequence[str], tokenizer: Any) -> list[int]:
-        """Token ids before the next answer, given the answers to earlier turns; the generation prompt is included.
+        """Token ids before the next answer, including the generation prompt, given the answers to earlier turns.
 
-        Raises ValueError where the tokenizer has no chat template, or one that refuses these messages.
+        Raises ValueError if the tokenizer has no chat template, or one that refuses these messages.
         """
         text = self.text(self.messages(answers), tokenizer, generation_prompt=True)
-        # The template writes the special tokens: the model has never seen a second bos.
+        # The template already writes the special tokens; the model has never seen a second bos.
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -1,4 +1,4 @@
-"""The one corpus every Python install carries: the standard library's source (PSF licence), with held-out files."""
+"""The corpus that comes with every Python: the standard library's source (PSF licence), with held-out files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 _MIN_CHARS, _MAX_CHARS = 200, 400_000
 _HELD_OUT_EVERY = 20
 _GENERATED = re.compile(r"automatically generated|auto-?generated|generated (automatically |by |from )", re.IGNORECASE)
-_NOT_THE_PACKAGES_OWN = {"tests", "test", "testing", "_vendor", "vendor", "vendored"}  # folders
+_NOT_THE_PACKAGES_OWN = {"tests", "test", "testing", "_vendor", "vendor", "vendored"}  # folder names
 
 Split = Literal["train", "held_out"]
 
 
 def checkpoints_dir() -> Path:
-    """The folder of the shipped base model and heads. Raises FileNotFoundError where the package came without it."""
+    """The folder of the shipped base model and heads. Raises FileNotFoundError if the package came without it."""
     folder = Path(__file__).resolve().parents[2] / "checkpoints"
     if not (folder / "base" / "config.json").is_file():
         raise FileNotFoundError(
@@ -50,14 +50,14 @@ def read_text(path: Path) -> str | None:
 
 
 def default_held_out() -> list[str]:
-    """Every 20th usable file: the rule that made checkpoints/base/held_out.txt."""
+    """Every 20th usable file: the rule behind checkpoints/base/held_out.txt."""
     usable = [name for name, path in stdlib_files().items() if read_text(path) is not None]
     return usable[::_HELD_OUT_EVERY]
 
 
 def held_out_names() -> list[str]:
-    """The names no shipped model or head was trained on, as recorded beside the shipped base model; where none is
-    shipped, what the same rule gives here, as it does for the base that `specheads demo` then trains."""
+    """The names of files that no shipped model or head was trained on, as recorded beside the shipped base model. If
+    none is shipped: the default rule's, as for the base that `specheads demo` then trains."""
     try:
         folder = checkpoints_dir()
     except FileNotFoundError:
@@ -74,9 +74,9 @@ def texts(split: Split, held_out: list[str] | None = None) -> Iterator[tuple[str
 
 
 def texts_of(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each file named, and of each .py file in the folders named, in path order.
+    """(name, text) of each given file, and of each .py file in the given folders, in path order.
 
-    Raises FileNotFoundError for a path that is not there, and ValueError for one that gives no text to learn from.
+    Raises FileNotFoundError for a path that does not exist, and ValueError for one without usable text.
     """
     for source in map(Path, paths):
         if not source.exists():
@@ -92,10 +92,10 @@ def texts_of(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
 
 
 def texts_of_packages(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each .py file that an installed package wrote itself, in path order.
+    """(name, text) of each .py file of an installed package's own code, in path order.
 
-    Left out: its tests, copies of other packages (`_vendor`), and files that say in their first lines that a program
-    generated them. Raises ValueError for a package that is not installed or gives no text to learn from.
+    Left out: tests, copies of other packages (`_vendor`), and files whose first lines say that they are generated.
+    Raises ValueError for a package that is not installed or has no usable text.
     """
     for package in names:
         try:

@@ -1,4 +1,4 @@
-"""Rows of any source → datasets of token ids and labels, for training and for evaluation. V vocabulary."""
+"""Turns rows of any source into datasets of token ids and labels, for training and evaluation. V vocabulary."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
-_PACK_ROWS = 1000  # rows packed together: enough that little is wasted, few enough that the order stays
+_PACK_ROWS = 1000  # rows packed at a time: enough to waste little space, few enough to keep rows roughly in order
 
 
 def build_datasets(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """(train, eval or None), tokenized, cut and, with packing, packed. The same for a seed, whatever num_proc is.
+    """(train, eval or None), tokenized, cut and, with packing, packed. The same for a given seed, whatever num_proc is.
 
-    vocab_size: of the base. A held-out row is held out whole. Rows with nothing to learn are dropped with a warning
-    that counts them; raises ValueError if all are, and for a row that is malformed or holds tokens the base lacks.
+    vocab_size: of the base. Rows are held out whole. Rows without any supervised token are dropped, with a warning that
+    counts them. Raises ValueError if all are, and for a row that is malformed or has tokens that the base lacks.
     """
     names = ("subset", "text_column", "messages_column")
     columns = {name: getattr(config, name) for name in names}
@@ -69,8 +69,8 @@ def build_datasets(
 
 
 def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, known: dict[str, Any]) -> Dataset:
-    """The chosen rows, ready to train on. known: arguments of `_tokenize_rows`. ValueError names a malformed row by its
-    number, from 1."""
+    """The chosen rows, ready to train on. known: arguments of `_tokenize_rows`. ValueError, with the row's number
+    (counted from 1), for a malformed row."""
     known_columns = {
         config.text_column,
         config.messages_column,
@@ -100,7 +100,7 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
         _log.warning("%s: dropped %d of %d rows with no token to learn from", name, len(done) - len(kept), len(done))
     if not config.packing:
         return kept
-    # One process: packing is a list copy, and the sequences then do not depend on num_proc
+    # One process, so that sequences do not depend on num_proc; packing only copies lists.
     length = {"max_length": config.max_length}
     return kept.map(_pack_rows, fn_kwargs=length, batched=True, batch_size=_PACK_ROWS, desc=f"pack {name}")
 
@@ -110,7 +110,7 @@ class _BadRow(ValueError):
 
 
 def _rows_of(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """datasets' batch, columns, as rows."""
+    """A batch of the datasets library, which is in columns, as rows."""
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -119,8 +119,8 @@ def _columns_of(rows: Sequence[Row]) -> dict[str, list]:
 
 
 def _code() -> str:
-    """A digest of the code that makes rows. datasets keeps what a function made under the function's name alone, and
-    would take what another version of it had made."""
+    """A digest of the code that makes rows. The datasets library caches a function's results under its name alone, and
+    would otherwise reuse those of another version."""
     return f"{zlib.crc32(b''.join(Path(str(part.__file__)).read_bytes() for part in (rows_code, row_forms))):08x}"
 
 
@@ -128,7 +128,7 @@ def _tokenize_rows(
     columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
     vocab_size: int | None, code: str,
 ) -> dict[str, list]:  # fmt: skip
-    """code: see `_code`."""
+    """Tokenize a batch of rows. code: see `_code`; part of the cache key, otherwise unused."""
     tokenized: list[Row] = []
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:
@@ -143,7 +143,7 @@ def _tokenize_rows(
 
 
 def refuse_unknown_ids(ids: Sequence[int], vocab_size: int | None) -> None:
-    """ValueError for a token that the base has no embedding of."""
+    """ValueError for a token for which the base has no embedding."""
     if vocab_size is None or not ids:
         return
     for worst in (min(ids), max(ids)):
@@ -164,7 +164,7 @@ def _supervised(labels: Sequence[int]) -> bool:
 
 
 def token_counts(dataset: Iterable[Mapping[str, Any]], vocab_size: int) -> Tensor:
-    """How often each token is supervised in the dataset: (V,) int64. Raises ValueError for a label outside V."""
+    """How often each token is supervised in the dataset: (V,) int64. ValueError for a label outside the vocabulary."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for labels in _label_batches(dataset):
         labels = labels[labels != IGNORED]

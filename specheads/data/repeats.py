@@ -1,4 +1,4 @@
-"""Rows that are repeated to fill the last batch of an epoch, so that several processes have as many: none is learnt."""
+"""Masks rows that are only repeated to fill an epoch's last batch, which must have as many rows in every process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specheads.data.rows import IGNORED
 
 
 def mask_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]:
-    """The active loader's current batch, in which repeated rows are no longer supervised."""
+    """The active loader's current batch, with repeated rows unsupervised."""
     if not state.end_of_dataloader:
         return inputs
     rows = len(inputs["input_ids"])
@@ -23,16 +23,16 @@ def mask_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]
 
 
 def _learning(inputs: dict[str, Any], fresh: int) -> dict[str, Any]:
-    """The batch, of which only the first `fresh` rows are supervised."""
+    """The batch, with only the first `fresh` rows supervised."""
     name, ignored = ("labels", IGNORED) if "labels" in inputs else ("loss_mask", 0)
     mask = torch.arange(len(inputs["input_ids"]), device=inputs[name].device).unsqueeze(1) < fresh
     return {**inputs, name: torch.where(mask, inputs[name], ignored)}
 
 
 def _fresh_rows(loader: Any, rows: int) -> int:
-    """How many of this process's `rows` in the last batch come first and are no repeats; 0 or less for none."""
+    """How many of this process's `rows` in the last batch are not repeats (they come first); ≤ 0 if all are."""
     sampler = loader.batch_sampler
-    while isinstance(sampler, SkipBatchSampler):  # of a resumed run
+    while isinstance(sampler, SkipBatchSampler):  # in a resumed run
         sampler = sampler.batch_sampler
     if not isinstance(sampler, BatchSamplerShard) or sampler.split_batches or sampler.drop_last:
         return rows
@@ -42,7 +42,7 @@ def _fresh_rows(loader: Any, rows: int) -> int:
 
 @dataclass(frozen=True)
 class EvenCollator:
-    """Batches of `collator`, filled up to a multiple of `processes` rows."""
+    """Wraps `collator` and fills its batches up to a multiple of `processes` rows."""
 
     collator: Any
     processes: int

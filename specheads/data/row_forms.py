@@ -1,4 +1,4 @@
-"""Chats as data sets write them, ShareGPT's and Alpaca's among them, as messages of role and content."""
+"""Converts chats in the forms of data sets, such as ShareGPT's and Alpaca's, to messages with role and content."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeGuard
 from specheads.options import refuse_unknown, shown
 
 Message = dict[str, Any]
-TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # what a tool returned, by template
+TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # roles of a tool's result in various templates
 ROLES = ("system", "developer", "user", "assistant", *sorted(TOOL_ROLES))
-# ShareGPT and similar forms; function_call is a call by the assistant.
+# Role names of ShareGPT and similar forms; function_call is a call by the assistant.
 _NAMES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "function_response": "tool",
 }  # fmt: skip
-_READS_PARTS = re.compile(r"""['"]text['"]""")  # the type or the key of a part, in a template
+_READS_PARTS = re.compile(r"""['"]text['"]""")  # a part's type or key, as a template refers to it
 COLUMNS = ("conversations", "instruction", "input", "output", "history", "system")
 
 
@@ -27,10 +27,10 @@ def is_chat(columns: Collection[str]) -> bool:
 
 
 def messages_of(row: Mapping[str, Any], column: str = "messages", text_column: str = "text") -> Any:
-    """The messages of a row: those in `column`, else in `conversations` (ShareGPT), else of instruction, input and
-    output (Alpaca) unless one of these is the text_column; None where it has none. system is read beside the latter
-    two, and history, pairs of what was asked and answered before, beside the last. ValueError for an Alpaca row whose
-    columns are not text."""
+    """The messages of a row: those in `column`, else in `conversations` (ShareGPT), else made from instruction, input
+    and output (Alpaca) unless one of these is the text_column; None if there are none. The latter two forms may also
+    have a system column, and the last one history, pairs of earlier questions and answers. ValueError for an Alpaca row
+    whose columns are not text."""
     if (messages := row.get(column)) is not None:
         return messages
     if (messages := row.get("conversations")) is None:
@@ -56,8 +56,8 @@ def _text(value: Any) -> str:
 
 
 def parse_messages(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
-    """Messages as `role` and `content`, from any of the known forms. Raises ValueError for anything else, and, with the
-    number of the message, for an unknown role and for content other than text or parts of text."""
+    """Messages with `role` and `content`, from any of the known forms. Raises ValueError for anything else and, with
+    the number of the message, for an unknown role or content other than text or parts of text."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
     parsed = [_parse_message(message, number, known) for number, message in enumerate(messages, start=1)]
@@ -90,7 +90,7 @@ def _parse_message(message: Any, number: int, known: Collection[str]) -> Message
 
 
 def _parse_call(text: Any) -> dict[str, Any] | None:
-    """A call written as JSON; None for other text."""
+    """A tool call written as JSON; None for other text."""
     try:
         call = json.loads(text) if isinstance(text, str) else text
     except json.JSONDecodeError:
@@ -102,7 +102,7 @@ def _refuse_no_text(message: Message, number: int) -> None:
     content = message.get("content")
     if content is None or isinstance(content, str) or _is_text_parts(content):
         return
-    if message["role"] in TOOL_ROLES:  # whose results some templates write as JSON
+    if message["role"] in TOOL_ROLES:  # some templates write tool results as JSON
         return
     raise ValueError(
         f"message {number}: its content is {content!r:.80}: expected text, or a list of {{'type': 'text', 'text': …}}"
@@ -117,9 +117,9 @@ def _is_text_parts(content: Any) -> TypeGuard[list[Any]]:
 
 
 def for_template(message: Message, template: str) -> Message:
-    """The message as this template takes it: parts of text joined by newlines, as vLLM joins them, unless the template
-    reads parts itself; and a call's arguments, which OpenAI's format and most data have as JSON in a string, as a dict,
-    because a template would write the string quoted."""
+    """The message in the form that this template expects: parts of text joined by newlines, as vLLM does, unless the
+    template reads parts itself; and a call's arguments as a dict. (OpenAI's format and most data have them as a JSON
+    string, which a template would write in quotes.)"""
     if _is_text_parts(content := message.get("content")) and not _READS_PARTS.search(template):
         message = {**message, "content": "\n".join(part["text"] for part in content)}
     if not isinstance(calls := message.get("tool_calls"), list):
@@ -139,7 +139,7 @@ def for_template(message: Message, template: str) -> Message:
 
 
 def template_of(tokenizer: Any, tools: Any = None) -> str:
-    """The tokenizer's chat template. MissingTemplate, which says where one belongs, where it has none."""
+    """The tokenizer's chat template. MissingTemplate, which says where to put one, if it has none."""
     if not getattr(tokenizer, "chat_template", None):
         raise MissingTemplate(
             f"the tokenizer {shown(str(tokenizer.name_or_path))} has no chat template, in which messages are written: "
@@ -149,4 +149,4 @@ def template_of(tokenizer: Any, tools: Any = None) -> str:
 
 
 class MissingTemplate(ValueError):
-    """A tokenizer that cannot write chats, whatever the row."""
+    """The tokenizer has no chat template, so no chat can be tokenized."""

@@ -1,7 +1,7 @@
-"""One row of text or chat → token ids and labels, cut to length.
+"""Turns one row of text or chat into token ids and labels, cut to length.
 
 labels[t] == input_ids[t] where token t is supervised, else -100: Hugging Face's convention, indexed by the predicted
-token itself. labels[0] of every document is -100, because nothing predicts it.
+token itself. labels[0] of every document is -100, because nothing predicts the first token.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 IGNORED = -100
 Row = dict[str, list[int]]
 Span = tuple[int, int]
-TOKEN_COLUMNS = ("labels", "loss_mask", "attention_mask", "document_ids", "position_ids")  # beside input_ids
+TOKEN_COLUMNS = ("labels", "loss_mask", "attention_mask", "document_ids", "position_ids")  # in addition to input_ids
 
-_COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template looks for, other roles among them
+_COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template compares with, including roles
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Row:
-    """One row → input_ids, labels. Chat wins where a row has both columns, and is cut to max_length; text is not cut.
+    """One row → input_ids, labels. A row with both chat and text is a chat. Chats are cut to max_length; text is not.
 
     Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
-    assistant's tokens with their end of turn, but for messages with OpenAI's "weight": 0. A `tools` column goes to the
-    template. A row that has input_ids already keeps them, and what its labels or its loss_mask supervise (without
-    either, all but the first token); positions that its attention_mask marks as padding are left out. Raises ValueError
-    for a malformed row.
+    assistant's tokens including the end of turn, except messages with OpenAI's "weight": 0. A `tools` column is passed
+    to the template. A row that already has input_ids keeps them, supervised according to its labels or loss_mask
+    (without either, all but the first token); positions that its attention_mask marks as padding are left out. Raises
+    ValueError for a malformed row.
     """
     if row.get("input_ids") is not None:
         return _tokens_of(row)
@@ -59,7 +59,7 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
 
 
 def _tokens_of(row: Mapping[str, Any]) -> Row:
-    """The tokens of a row that is tokenized already."""
+    """The tokens and labels of a row that is already tokenized."""
     ids = list(row["input_ids"])
     if odd := [token for token in ids if not isinstance(token, int)]:
         raise ValueError(f"a row has {odd[0]!r:.60} among its input_ids: expected whole numbers")
@@ -93,7 +93,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
     template = template_of(tokenizer, tools)
     messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
     for number, message in enumerate(messages, start=1):
-        if message.keys() <= {"role"}:  # which a template would write as an empty turn
+        if message.keys() <= {"role"}:  # a template would write an empty turn
             raise ValueError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
     messages = [for_template(message, template) for message in messages]
     try:
@@ -105,7 +105,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
         else:
             text, spans = _spans_by_rendering(messages, tools, tokenizer)
             answers = messages[1:]
-    except (TemplateError, TypeError) as error:  # TypeError: of content that is not text
+    except (TemplateError, TypeError) as error:  # TypeError: content that is not text
         raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
     spans = _without_weight_0(spans, [message for message in answers if message["role"] == "assistant"])
     spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
@@ -118,7 +118,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
 
 
 def _without_weight_0(spans: list[Span], answers: list[Any]) -> list[Span]:
-    """The spans of the answers that are learnt, by their `weight`, 1 where they have none."""
+    """The spans of answers whose `weight` (default 1) is not 0."""
     weights = [answer.get("weight", 1) for answer in answers]
     if odd := [weight for weight in weights if weight not in (0, 1)]:
         raise ValueError(f"a message has weight={odd[0]!r:.60}: expected 0 or 1")
@@ -133,18 +133,18 @@ def _without_weight_0(spans: list[Span], answers: list[Any]) -> list[Span]:
 
 
 def without_none(value: Any) -> Any:
-    """Nested dicts and lists without keys whose value is None."""
-    # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them
+    """The value without keys whose value is None, in nested dicts and lists."""
+    # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them.
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _spans_by_rendering(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
-    """The conversation as text, and the characters of each assistant turn: what follows its generation prompt.
+    """The conversation as text, and the span of characters of each assistant turn: what follows its generation prompt.
 
-    An assistant turn that opens the conversation answers no prompt and is left out. Raises ValueError where the
-    template renders a turn differently once others follow it.
+    An assistant turn that opens the conversation answers no prompt and is left out. Raises ValueError if the template
+    renders a turn differently once others follow it.
     """
 
     def render(turns: list[Any], prompt: bool = False) -> str:
@@ -155,7 +155,7 @@ def _spans_by_rendering(messages: list[Any], tools: Any, tokenizer: PreTrainedTo
         if messages[i]["role"] != "assistant":
             continue
         prompt, done = render(messages[:i], prompt=True), render(messages[: i + 1])
-        # Qwen3 drops the thinking of a turn once another follows: its end is then the first end of turn
+        # Qwen3 drops a turn's thinking once another turn follows: the turn then ends at the first end of turn.
         eos_at = text.find(tokenizer.eos_token, len(prompt)) if tokenizer.eos_token else -1
         if text.startswith(prompt) and text.startswith(done):
             spans.append((len(prompt), max(len(prompt), len(done))))
@@ -172,7 +172,7 @@ def _spans_by_rendering(messages: list[Any], tools: Any, tokenizer: PreTrainedTo
 
 
 def _to_end_of_turn(text: str, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Span:
-    """The span with the eos that follows it and without the white space after its last special token.
+    """The span extended by the eos that follows it, without white space after its last special token.
 
     The assistant emits the end of turn and stops there; the newline after it is the template's.
     """
@@ -183,9 +183,9 @@ def _to_end_of_turn(text: str, start: int, end: int, tokenizer: PreTrainedTokeni
 
 
 def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
-    """Ids of the text, and for each span of characters the tokens [first, stop) that touch it."""
-    # Not apply_chat_template's own mask: where a tokenizer trims white space from its offsets (GPT-2, Llama 3) a turn
-    # that starts with a space loses every later turn, and one that ends with a space takes in the user's (HF 5.23)
+    """Ids of the text, and for each span of characters the token range [first, stop) that overlaps it."""
+    # Not apply_chat_template's own mask: if a tokenizer trims white space from its offsets (GPT-2, Llama 3), a turn
+    # that starts with a space drops every later turn, and one that ends with a space includes the user's (HF 5.23).
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         counts = {0: 0, len(text): len(ids)}
@@ -210,7 +210,7 @@ def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBas
 
 
 def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """The row if it fits, else its last max_length tokens up to the last supervised one, after its bos if any."""
+    """The row if it fits, else the max_length tokens up to the last supervised one, starting with its bos if any."""
     ids, labels = row["input_ids"], row["labels"]
     if len(ids) <= max_length:
         return row
@@ -221,9 +221,9 @@ def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> R
 
 
 def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """A long text as consecutive rows of at most max_length tokens, each after the text's bos if it has one.
+    """A long text as consecutive rows of at most max_length tokens, each starting with the text's bos if it has one.
 
-    The first token of a chunk is not supervised; a lone last token, which nothing predicts, is left out.
+    The first token of a chunk is not supervised; a single leftover token, which nothing would predict, is dropped.
     """
     ids, labels = row["input_ids"], row["labels"]
     bos = _leading_bos(ids, tokenizer)
@@ -235,7 +235,7 @@ def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _leading_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # Kept in front of a cut row: Llama and Gemma attend to it everywhere, and their features are wrong without it
+    # Kept at the start of a cut row: Llama and Gemma attend to it everywhere, and features are wrong without it.
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 

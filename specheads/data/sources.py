@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, the hub and memory → one datasets.Dataset, its columns checked."""
+"""Loads rows from files, folders, the hub or memory into one datasets.Dataset, and checks its columns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def load_dataset_rows(
     messages_column: str = "messages",
     prompt_column: str | None = None,
 ) -> Dataset:
-    """The rows of `source` (see DataConfig.train). A .txt file is one row; JSON and Parquet hold one row per record.
+    """The rows of `source` (see DataConfig.train). A .txt file is one row; JSON and Parquet have one row per record.
 
-    Raises FileNotFoundError for what is not there, ValueError for what is empty, of an unknown kind or without a
-    text, messages, input_ids or (where one is named) prompt column.
+    Raises FileNotFoundError for a source that does not exist, ValueError for one that is empty, of an unknown kind or
+    without a text, messages, input_ids or (if named) prompt column.
     """
     import datasets
 
@@ -66,7 +66,7 @@ def load_dataset_rows(
 
 
 def _load_named(names: list[str], split: str, subset: str | None, text_column: str) -> Dataset:
-    """Saved folder, hub id, or files of one kind."""
+    """The rows of a saved folder, a hub id, or files of one kind."""
     import datasets
 
     if len(names) == 1 and os.path.isdir(names[0]):
@@ -78,7 +78,7 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
             )
         return _pick_split(datasets.load_from_disk(names[0]), split, names[0])
     if len(names) == 1 and not _is_path(names[0]):
-        hub_options(names[0], "dataset")  # FileNotFoundError at once, where there is none
+        hub_options(names[0], "dataset")  # FileNotFoundError at once if it does not exist
         try:
             return datasets.load_dataset(names[0], subset, split=split)
         except (FileNotFoundError, ConnectionError) as error:
@@ -105,7 +105,7 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
     kind = kinds.pop()
     options = {"sample_by": "document"} if kind == "text" else {}
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it would log the errors that it also raises
     try:
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
@@ -118,7 +118,7 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
 
 
 def source_name(source: Any) -> str | None:
-    """Files as an error names them; None for rows in memory."""
+    """The name of a source in error messages; None for rows in memory."""
     if isinstance(source, (str, os.PathLike)):
         return str(source)
     if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
@@ -128,7 +128,7 @@ def source_name(source: Any) -> str | None:
 
 @contextlib.contextmanager
 def naming_undecodable_lines(source: Any) -> Iterator[None]:
-    """In the block, a byte of `source` that is not UTF-8 is a ValueError that names its file and line."""
+    """In the block, bytes in `source` that are not UTF-8 raise ValueError with their file and line."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -136,7 +136,7 @@ def naming_undecodable_lines(source: Any) -> Iterator[None]:
 
 
 def undecodable_line(source: Any) -> str | None:
-    """The first line of JSON or text files that is no UTF-8, by file and line number; None where there is none."""
+    """A message with the file and number of the first line that is not UTF-8, in JSON or text files; None if none."""
     names = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     for name in map(os.path.expanduser, names):
         for file in [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True)):
@@ -153,9 +153,9 @@ def undecodable_line(source: Any) -> str | None:
 
 
 def broken_line(files: Sequence[str]) -> str | None:
-    """The first line that is no JSON object, by file and line number; None where all lines are objects.
+    """A message with the file and number of the first line that is not a JSON object; None if all lines are objects.
 
-    A .json file may be one value over many lines instead.
+    A .json file may instead be a single value over many lines.
     """
     for file in files:
         text = Path(file).read_text("utf8")
@@ -179,7 +179,7 @@ def _pick_split(loaded: Any, split: str, name: str) -> Dataset:
 
 
 def _is_path(name: str) -> bool:
-    """Whether `name` must be a file: it exists, it is a glob, it has a file's extension or is no 'owner/name'."""
+    """Whether `name` must be a file: it exists, is a glob, has a file extension, or does not look like 'owner/name'."""
     looks_like_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
     suffixes = {*_FORMATS, ".csv", ".tsv", ".gz", ".zst", ".xz", ".zip", ".arrow", ".md", ".py"}
     return os.path.exists(name) or not looks_like_id or Path(name).suffix.lower() in suffixes

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Writing files atomically: completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_ABANDONED = 3600  # seconds after which nobody can still be writing a shared file
+_ABANDONED = 3600  # seconds after which the unfinished write of a shared file is considered abandoned
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not.
 
-    It lies in a hidden folder of its own beside `path`, which is all that a killed process leaves, since safetensors
-    has a temporary file of its own name as well. The next to write `path` removes it: one process at a time. OSError
-    names `path`.
+    It is in its own hidden folder beside `path`, so that a killed process leaves only that folder, including the
+    temporary file that safetensors itself creates. The next writer of `path` removes it; there may only be one writer
+    at a time. An OSError names `path`.
 
-    shared: others may write `path` at the same time. The last one wins, and what a killed one left is removed later.
+    shared: others may write `path` at the same time. The last one wins, and leftovers of killed ones are removed later.
     """
     remove_unfinished(path, shared=shared)
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -30,7 +30,7 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     try:
         folder.mkdir()
         temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask allows; safetensors would make the file private to its owner
+        mode = temporary.stat().st_mode  # the umask's permissions; safetensors makes files private to their owner
         yield temporary
         temporary.chmod(mode)
         with open(temporary, "rb+") as written:
@@ -45,18 +45,18 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 
 def remove_unfinished(path: Path, *, shared: bool = False) -> None:
-    """Remove what a killed process left when it wrote `path`. shared: and not what another may be writing."""
+    """Remove what a killed process left when writing `path`. shared: except what another may still be writing."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.{8 * '[0-9a-f]'}"):
-        with contextlib.suppress(OSError):  # another process has removed it, or it is another user's
+        with contextlib.suppress(OSError):  # another process has removed it, or it belongs to another user
             if shared and time.time() - left.stat().st_mtime < _ABANDONED:
                 continue
             if left.is_dir():
                 shutil.rmtree(left)
-            else:  # an earlier version wrote a file
+            else:  # an earlier version used a file instead of a folder
                 left.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Several processes may do so at once; the last one wins."""
+    """Write a text file completely or not at all. Several processes may do so at once; the last one wins."""
     with replacing(path, shared=True) as temporary:
         temporary.write_text(text, "utf8")

@@ -1,4 +1,4 @@
-"""Names of models and data, which are local paths or Hugging Face hub ids; and uploading a folder to the hub."""
+"""Names of models and data (local paths or Hugging Face hub ids), and uploading a folder to the hub."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from transformers.utils.hub import extract_commit_hash
 from specheads.options import reason
 
 THERE, ABSENT, UNREACHABLE = "there", "absent", "unreachable"
-_HOLDS = 60.0  # seconds
+_HOLDS = 60.0  # seconds for which the hub's answer is cached
 _answers: dict[Any, tuple[float, tuple[str, str]]] = {}
 
 
 def may_be_repository(name: str) -> bool:
-    """Is this owner/name, the only form of a hub id that heads can have?"""
+    """Does this have the form owner/name, the only form of a hub id that a head can have?"""
     return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name) is not None
 
 
@@ -35,13 +35,14 @@ def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
     """Options for loading `name`: {} if it is a path or the hub has it; local_files_only if the hub cannot be reached
     and it was downloaded before.
 
-    kind: model or dataset. hub: token, cache_dir, local_files_only … of the loading. FileNotFoundError for a name that
-    is neither. The hub is asked once, since its client would retry for half a minute for each file.
+    kind: model or dataset. hub: loading options such as token, cache_dir and local_files_only. FileNotFoundError if
+    `name` is neither a path nor on the hub. The hub is asked once, since its client would retry each file for half a
+    minute.
     """
     name = os.fspath(name)
     if Path(name).exists() or hub.get("local_files_only"):
         return {}
-    if name.startswith("checkpoints/") and not Path("checkpoints").is_dir():  # as help, README and recipes name them
+    if name.startswith("checkpoints/") and not Path("checkpoints").is_dir():  # as in help texts, README and recipes
         raise FileNotFoundError(
             f"there is no {name} here: the models in checkpoints/ come with the repository, not with the wheel; start "
             "in its folder, or name a model of your own; `specheads demo` trains a head in runs/demo"
@@ -49,7 +50,7 @@ def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
     what = "folder" if kind == "model" else "file or folder"
     absent = f"no such {what}: {name}{did_you_mean(name)}"
     downloaded = _is_repository(name) and _downloaded(name, kind, hub.get("cache_dir"))
-    # Beside a folder of this machine a name is a path: checkpoints/bas is nobody's repository.
+    # If the part before the last / is a local folder, it is a path: checkpoints/bas is misspelt, not a repository.
     if not downloaded and (not _is_repository(name) or ("/" in name and Path(name).parent.is_dir())):
         raise FileNotFoundError(absent)
     if constants.HF_HUB_OFFLINE:
@@ -80,7 +81,7 @@ def _nearest(path: Path) -> Path | None:
     missing, *rest = path.relative_to(parent).parts
     try:
         close = difflib.get_close_matches(missing, os.listdir(parent), n=1, cutoff=0.75)
-    except OSError:  # a folder that is not ours to look into
+    except OSError:  # a folder that may not be read
         return None
     return _nearest(parent.joinpath(close[0], *rest)) if close else None
 
@@ -105,7 +106,7 @@ def _downloaded(name: str, kind: str, cache_dir: Any = None) -> bool:
 
 
 def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
-    """Whether the hub has it, or why that is unknown. The answer is cached for a minute, while a model's files load."""
+    """Whether the hub has `name`, or why that is unknown. The answer is cached for a minute, while its files load."""
     key = (constants.ENDPOINT, name, kind, token)
     asked, answer = _answers.get(key, (-_HOLDS, ("", "")))
     if time.monotonic() - asked < _HOLDS:
@@ -120,7 +121,7 @@ def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
         answer = THERE, ""  # loading reports whether access is granted
     except RepositoryNotFoundError:
         answer = ABSENT, ""
-    except Exception as error:  # of requests, httpx or httpx2, whichever the hub's client is built on
+    except Exception as error:  # from requests, httpx or httpx2, whichever the hub's client uses
         answer = UNREACHABLE, reason(error)
     finally:
         said.cancel()
@@ -134,7 +135,7 @@ def upload(
 ) -> str:  # fmt: skip
     """Upload the files of a folder to a hub repository, which is created if needed; returns the commit's URL.
 
-    A model card that is already there is not replaced.
+    A model card that already exists there is not replaced.
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -149,16 +150,16 @@ def upload(
 
 
 def commit_of(model: PreTrainedModel) -> str | None:
-    """The commit that a model of the hub was loaded from; None if unknown."""
+    """The hub commit that a model was loaded from; None if unknown."""
     if recorded := getattr(model.config, "_commit_hash", None):
         return recorded
-    # transformers >= 5.23 records it nowhere. It is still certain if the cache has only one commit of the repository.
+    # transformers >= 5.23 does not record it. If the cache has only one commit of the repository, it is that one.
     commits = cached_commits(getattr(model, "name_or_path", None))
     return commits[0] if len(commits) == 1 else None
 
 
 def record_commit(model: PreTrainedModel, **location: Any) -> None:
-    """Note the commit that a model of the hub was loaded from. location: revision, cache_dir … of the loading."""
+    """Record, in the model's config, the hub commit that it was loaded from. location: revision, cache_dir …"""
     name = getattr(model, "name_or_path", None)
     if not name or Path(name).exists() or getattr(model.config, "_commit_hash", None):
         return
@@ -170,7 +171,7 @@ def record_commit(model: PreTrainedModel, **location: Any) -> None:
 
 
 def cached_commits(name: str | None) -> list[str]:
-    """The commits of a model of the hub that are in the cache; [] for a path."""
+    """The cached commits of a model on the hub; [] for a path."""
     if not name or Path(name).exists():
         return []
     snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"

@@ -1,5 +1,5 @@
-"""Options given by name in recipes, head arguments and files. An unknown one is refused by name, and messages quote
-values shortened, since a file may be a stranger's."""
+"""Options given by name in recipes, head arguments and files. Unknown ones are refused by name. Messages shorten the
+values that they quote, since files are untrusted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-_LISTED = 24  # known names that one message lists at most
-_LONGEST = 80  # characters of a value, or a name, that a message quotes
+_LISTED = 24  # most known names that a message lists
+_LONGEST = 80  # most characters of a value or name that a message quotes
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A value that an OptionError says to give, and that nobody has given."""
+    """A value that an OptionError suggests, as opposed to one that was given."""
 
     value: object
 
@@ -27,8 +27,8 @@ class Advice:
 class OptionError(ValueError):
     """An error about options that have two spellings: name=value in Python and recipes, --name value on a command line.
 
-    str() uses the first; a command shows said(its flags). The text has {name} for an option; `options` has its value,
-    or ... to show only the name, or the Advice to give a value.
+    str() uses the first spelling; a command prints said(its flags). The text has {name} for an option. `options` maps
+    the name to its value, to ... (show only the name), or to an Advice to give that value.
     """
 
     def __init__(self, text: str, /, **options: object) -> None:
@@ -36,9 +36,9 @@ class OptionError(ValueError):
         super().__init__(self.said({}))
 
     def said(self, flags: Mapping[str, str], typed: Collection[str] | None = None) -> str:
-        """The text with the options in `flags` spelled as flags: {"batch_size": "--batch-size"}.
+        """The text with the options in `flags`, such as {"batch_size": "--batch-size"}, spelled as flags.
 
-        typed: the options whose values were typed on the command line; others came from a file. None: all were typed.
+        typed: the options given on the command line; others came from a file. None: all were typed.
         """
 
         def spell(found: re.Match[str]) -> str:
@@ -61,7 +61,7 @@ def _spelled(name: str, value: object, flag: str | None) -> str:
 
 
 def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "option", section: str = "") -> None:
-    """ValueError for a name that is not `known`, with the nearest known one, or a list of them if none is near.
+    """ValueError for a name that is not in `known`, with the nearest known one, or a list of them if none is similar.
 
     what: the kind of option, for the message. section: a prefix of each name, such as "training.".
     """
@@ -82,7 +82,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def refuse_class(argument: str, value: object, what: str, method: str) -> None:
-    """TypeError if `value` is a class with that method, instead of one of its objects. what: the kind of object."""
+    """TypeError if `value` is a class with this method, instead of an instance of it. what: the kind of object."""
     if not isinstance(value, type) or not hasattr(value, method):
         return
     parameters = inspect.signature(value).parameters.values()
@@ -92,27 +92,27 @@ def refuse_class(argument: str, value: object, what: str, method: str) -> None:
 
 
 def require_number(name: str, value: object) -> None:
-    """TypeError unless the value given as `name` is a number; True and False are none."""
+    """TypeError unless the value given as `name` is a number; True and False do not count as numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={shown(value)} must be a number")
 
 
 def require_whole(name: str, value: object) -> None:
-    """TypeError unless the value given as `name` is a whole number; True and False are none."""
+    """TypeError unless the value given as `name` is an integer; True and False do not count as integers."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={shown(value)} must be a whole number")
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it, by its repr: one line, of 80 characters at most."""
+    """A value as quoted in messages, by its repr: one line of at most 80 characters."""
     return shortened(value, quoted=repr)
 
 
 def shortened(name: object, most: int = _LONGEST, quoted: Callable[[object], str] = str) -> str:
-    """A name as a message quotes it without quotation marks: one line, of `most` characters at most."""
+    """A name as quoted in messages, without quotation marks: one line of at most `most` characters."""
     try:
         text = quoted(name)
-    except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
+    except (RecursionError, ValueError):  # nested too deeply, or a number with thousands of digits
         text = f"a {type(name).__name__} that is too large to show"
     start = text[: most + 1]
     start = start if start.isprintable() else repr(start)[1:-1]
@@ -125,14 +125,14 @@ def reason(error: object) -> str:
 
 
 def listing(names: Iterable[str], most: int = 6, quoted: Callable[[str], str] = shortened) -> str:
-    """The first names, and the number of the others."""
+    """The first `most` names, and the number of the others."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(quoted, names[:most])) + more
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose 1e-4 is a number. (YAML 1.1 wants 1.0e-4 and reads the rest as text.)"""
+    """YAML in which 1e-4 is a number. (YAML 1.1 requires 1.0e-4 and reads 1e-4 as text.)"""
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -142,7 +142,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text. ValueError, beginning with `name`, if it is not YAML."""
+    """The value of a YAML text. ValueError, with a message that starts with `name`, if it is not YAML."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

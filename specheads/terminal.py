@@ -15,17 +15,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-# Styles of drafted tokens and of the target's own; without colours they are marked as in a word diff.
+# Styles of drafted tokens and the target's own. Without colours, they are marked as in a word diff.
 ACCEPTED, REJECTED, OWN = "green", "red strike", "blue"
 MARKS = {ACCEPTED: ("{+", "+}"), REJECTED: ("[-", "-]"), OWN: ("", "")}
-_LOG_WIDTH = 110  # of tables and rules in a log file
-_LOG_EVERY = 15.0  # seconds between two progress lines there
+_LOG_WIDTH = 110  # characters; of tables and rules in a log file
+_LOG_EVERY = 15.0  # seconds between progress lines in a log file
 
 Report = Callable[[float, str], None]
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """On stdout or stderr as they are now; without a terminal it writes no control characters."""
+    """A console on the current stdout or stderr. If that is not a terminal, it writes no control characters."""
     file = sys.stderr if stderr else sys.stdout
     terminal = file.isatty()
     return Console(
@@ -42,12 +42,12 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def has_colors(console: Console) -> bool:
-    """Whether styles tell texts apart there: not without a terminal, with TERM=dumb or under NO_COLOR."""
+    """Whether styles are visible on the console: not without a terminal, with TERM=dumb or with NO_COLOR."""
     return console.color_system is not None and not console.no_color
 
 
 def utf8_text(text: str, source: str) -> str:
-    """Text that was typed or piped in. ValueError where it was not UTF-8: Python passes its bytes on as surrogates."""
+    """Text that was typed or piped in. ValueError if it was not UTF-8: Python decodes such bytes to surrogates."""
     try:
         return text.encode("utf8", "surrogateescape").decode("utf8")
     except UnicodeError as error:
@@ -55,14 +55,14 @@ def utf8_text(text: str, source: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters other than newline and tab spelt out, so that a model cannot steer a
+    """The text with control characters other than newline and tab escaped, so that a model's output cannot control the
     terminal."""
     shown = (c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else repr(c)[1:-1] for c in text)
     return "".join(shown)
 
 
 def write(console: Console, text: str, style: str = "") -> None:
-    """Print text without a line end: styled and made harmless on a terminal, verbatim elsewhere."""
+    """Print text without a line end: styled and `printable` on a terminal, verbatim elsewhere."""
     if console.is_terminal:
         console.print(Text(printable(text), style=style), end="", soft_wrap=True)
     else:
@@ -71,8 +71,8 @@ def write(console: Console, text: str, style: str = "") -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
-    """A table whose first `left` columns are left-aligned, the others right-aligned. Where space is short
-    they wrap, between words only."""
+    """A table whose first `left` columns are left-aligned, the others right-aligned. If there is too little space,
+    columns wrap between words only."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     rows = list(rows)
     for i, name in enumerate(columns):
@@ -84,8 +84,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def print_table(console: Console, shown: Table) -> None:
-    """Print a table whole, each column as narrow as its longest word where space is short; what is still wider than
-    the console continues in its next line."""
+    """Print a complete table. If there is too little space, columns become as narrow as their longest word; lines that
+    are still wider than the console continue on the next line."""
     endless = console.options.update_width(1000)
     if console.measure(shown, options=endless).maximum > console.width:
         shown.padding = (0, 1, 0, 0)
@@ -96,7 +96,7 @@ def print_table(console: Console, shown: Table) -> None:
 
 
 def as_text(shown: Table) -> str:
-    """A table as plain lines of its full width, which a console would cut."""
+    """A table as plain lines at full width, which a console would cut off."""
     file = io.StringIO()
     Console(file=file, width=1000, color_system=None, markup=False, emoji=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
@@ -104,8 +104,8 @@ def as_text(shown: Table) -> str:
 
 @contextmanager
 def progress(console: Console, what: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    """A progress bar; the block calls report(fraction, note). In a log file it is a line every few seconds, and
-    the last."""
+    """A progress bar; the block calls report(fraction, note). In a log file, a line every few seconds, and the last
+    one."""
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=30),

@@ -9,13 +9,13 @@
 
 The second form continues from a saved model and, with more --layers, deepens it: each new layer is a copy of the
 one below it whose two output projections start at zero, so that the deeper model starts as the same function.
-The third makes a small model that drafts for the first: fewer --layers are taken evenly from those it has, and it
-learns the teacher's distribution at each token and not the token alone (DistillSpec, arXiv:2310.08461).
-The fourth adds source of one's own and of installed packages, whose licences are yours to check, and takes a budget of
+The third trains a small model that drafts for the first: it keeps fewer --layers, evenly spaced, and learns the
+teacher's distribution at each token, not just the token (DistillSpec, arXiv:2310.08461).
+The fourth also trains on your own source and on installed packages, whose licences are yours to check. Its budget is in
 tokens, which also paces the learning rate. Every 200 steps resume.pt is written beside the model; after an
-interruption, a crash or kill -9 the same command with --resume continues, with the losses that an undisturbed run has.
-The fifth trains another kind of model, here one of short convolutions and few attention layers (LFM2), with the
-tokenizer of another.
+interruption, a crash or kill -9, the same command with --resume continues with the same losses as an undisturbed run.
+The fifth trains another kind of model, here with short convolutions and few attention layers (LFM2), with the
+tokenizer of an existing model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specheads.training.base_model.run import train
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults, and the examples above as they stand."""
+    """Shows defaults, and the docstring above verbatim."""
 
 
 def main() -> None:

@@ -31,14 +31,14 @@ from specheads_cli.app import refuse_folder
 
 @dataclass
 class Options:
-    base: str = field(metadata={"help": "model to draft for, a path or hub id: its tokenizer and vocabulary count"})
+    base: str = field(metadata={"help": "model to draft for, a path or hub id: only its tokenizer and config are read"})
     output: str = field(metadata={"help": "JSON file to write"})
     source: str | None = field(
         default=None, metadata={"help": "text, JSONL or Parquet files, a glob or a hub id (default: standard library)"}
     )
-    split: str = field(default="train", metadata={"help": "of the source"})
-    text_column: str = field(default="text", metadata={"help": "column of the source that holds text"})
-    messages_column: str = field(default="messages", metadata={"help": "column that holds chat messages"})
+    split: str = field(default="train", metadata={"help": "split of the source"})
+    text_column: str = field(default="text", metadata={"help": "column of the source with text"})
+    messages_column: str = field(default="messages", metadata={"help": "column of the source with chat messages"})
 
 
 def token_rows(options: Options, tokenizer: Any) -> Iterator[list[int]]:

@@ -1,11 +1,11 @@
-"""Save what the base of a recipe sees, to train heads on it without the base.
+"""Save the base's features for a recipe's data, to train heads on them without the base.
 
     python train/features.py recipes/eagle3.yaml --output features/llama data.train=own.jsonl
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/features.py recipes/eagle3.yaml --output F --yes
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/eagle3.yaml features=F
 
-Each process writes its own files. A stopped run resumes if it is started with the same options. Options of the recipe
-are given as key=value, as for train/heads.py.
+Each process writes its own files. A stopped run resumes if it is started again with the same options. Options of the
+recipe are given as key=value, as for train/heads.py.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to resume")
-    parser.add_argument("--taps", help="layers to save, as 2,16,29 (default: those the recipe's head reads)")
-    parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto is the base's")
+    parser.add_argument("--taps", help="layers to save, such as 2,16,29 (default: those that the recipe's head reads)")
+    parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto: the base's")
     parser.add_argument(
         "--teacher-probs", "--law", default=SaveOptions.teacher_probs,
-        help="what is saved of the base's probabilities: hidden (the last state), a number of likeliest tokens, none",
+        help="what to save of the base's distribution: hidden (the last state), a number of likeliest tokens, or none",
     )  # fmt: skip
-    parser.add_argument("--batch_size", type=int, default=SaveOptions.batch_size, help="rows of a pass")
-    parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="megabytes of a file, roughly")
-    parser.add_argument("--yes", action="store_true", help="do not ask before the disk is filled")
+    parser.add_argument("--batch_size", type=int, default=SaveOptions.batch_size, help="rows in a forward pass")
+    parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="approximate megabytes per file")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation of the disk space")
     options = vars(parser.parse_intermixed_args(arguments))
     flags = {*options} - {"recipe", "overrides"}
     try:

@@ -10,9 +10,9 @@ Any option of the recipe can be given as key=value, with dots for sections and v
     head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
 To continue from a trained head: head=null init_from=runs/eagle3
 
-A run ends by decoding held-out prompts and comparing the accepted length with what training says of the same text; it
-exits with 3 where they differ by more than parity.tolerance (parity.prompts=0 skips that). Ctrl-C prints where it
-stopped and how to resume, and exits with 130.
+A run ends by decoding held-out prompts and comparing the accepted length with training's estimate for the same text; it
+exits with 3 if they differ by more than parity.tolerance (parity.prompts=0 skips this check). Ctrl-C prints where the
+run stopped and how to resume it, and exits with 130.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
-    parser.add_argument("--dry-run", action="store_true", help="print what the run will take, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print an estimate of what the run will take, and stop")
     parser.add_argument(
         "--processes", type=int, help="of the run that --dry-run estimates (default: the recipe's, or 1)"
     )
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=KINDS,
         help="of the run that --dry-run estimates (default: the recipe's, or ddp for several)",
     )
-    parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: what is here)")
+    parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: this machine's)")
     options = parser.parse_intermixed_args(arguments)
     try:
         recipe = find_recipe(options.recipe, "train")

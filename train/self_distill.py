@@ -1,12 +1,12 @@
 """Let the target write its own training rows: heads learn best on the text they will draft.
 
 rows with `messages`: the target answers every turn, through the chat template. Earlier answers in a prompt are its own.
-  The answers of the row are dropped, except tool calls whose results follow: these stay, and the target also answers
-  that turn itself. `tools` and their reasoning go to the template. One line a turn.
+  The row's answers are dropped, except tool calls followed by their results: these stay, and the target also answers
+  that turn itself. `tools` and the calls' reasoning are passed to the template. One output line per turn.
     python train/self_distill.py --base my/chat-model --source chats.jsonl --output own.jsonl
-rows with `prompt`: the target answers the text as it is, or with --chat as a message of the user.
+rows with `prompt`: the target answers the text as it is or, with --chat, as a user message.
     python train/self_distill.py --base my/chat-model --source prompts.jsonl --output own.jsonl --chat --temperature 0.7
-rows with `text`, and the standard library without --source: the target continues --prompt_tokens tokens from random
+rows with `text` (without --source, the standard library): the target continues --prompt_tokens tokens from random
   positions.
     python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 4000
 a large target, on OpenAI-compatible servers (vLLM, SGLang, …): chats go to /chat/completions as messages, prompts and
@@ -16,11 +16,11 @@ a large target, on OpenAI-compatible servers (vLLM, SGLang, …): chats go to /c
     python train/self_distill.py --base my/70b --source chats.jsonl --output own.jsonl --server http://gpu1:8000/v1
       http://gpu2:8000/v1 --model served-name --concurrency 256 --temperature 0 0.7 1 --num_rows 100000
 
-Each line of the output is {"input_ids": […], "labels": […]}, as token ids, so that decoding and encoding
-cannot change it. An answer is supervised with its end of text, unless it was cut; its prompt is not (-100). Text is
-supervised from the start of its window. The same question is asked once (and sampled again where --num_rows is above
-the number of turns), no line is written twice, and OUTPUT.left_out lists what is left out with the reason. A stopped
-run resumes if it is started with the same options.
+Each line of the output is {"input_ids": […], "labels": […]}: token ids, so that decoding and encoding cannot
+change the text. An answer is supervised, including its end of text unless it was cut; its prompt is not (-100). Text is
+supervised from the start of its window. Each question is asked once (and sampled again if --num_rows exceeds the number
+of turns), no line is written twice, and OUTPUT.left_out lists what was left out and why. A stopped run resumes if it is
+started again with the same options.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Parser(HfArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The docstring as it is, and the default of each option that has one."""
+    """Shows the docstring verbatim, and the default of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)

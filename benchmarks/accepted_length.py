@@ -1,10 +1,10 @@
-"""Tokens that a step of decoding gains with a head, greedily and sampled: the figures in the README of its exports.
+"""A head's accepted length in tokens per step, greedy and sampled: the figures in the README of its exports.
 
     python benchmarks/accepted_length.py checkpoints/eagle3 checkpoints/eagle --tree chain:7 --record
     python benchmarks/accepted_length.py checkpoints/medusa --record
 
-Float32, batch 1, prompts out of held-out files; a tree is named as on the command line (default: the head's own).
---record writes what was found into the head's results.json as `decoded`, in place of what was there.
+Float32, batch 1, prompts from held-out files; a tree is named as on the command line (default: the head's own).
+--record writes the results into the head's results.json as `decoded`, replacing earlier ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specheads.models.run_files import RESULTS, results
 def decoded(
     model: SpecModel, batches: list[dict[str, Any]], temperature: float, tree: str | None, new_tokens: int
 ) -> dict[str, Any]:
-    """One row: what was asked, and the tokens a step. The same each time: sampling starts from seed 0."""
+    """One row: the settings and the tokens per step. Reproducible: sampling starts from seed 0."""
     torch.manual_seed(0)
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -47,12 +47,12 @@ def decoded(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("heads", nargs="+", type=Path, metavar="HEAD", help="a folder with a head of the shipped base")
+    parser.add_argument("heads", nargs="+", type=Path, metavar="HEAD", help="a folder with a head for the shipped base")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
-    parser.add_argument("--tree", help="such as chain:5")
+    parser.add_argument("--tree", help="tree to draft, such as chain:5")
     parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--record", action="store_true", help="write it into the head's results.json")
+    parser.add_argument("--record", action="store_true", help="write the results into the head's results.json")
     given = parser.parse_args(arguments)
     for name in ("num_prompts", "max_new_tokens"):
         if getattr(given, name) < 1:

@@ -1,12 +1,12 @@
-"""Automatic drafts beside the best single draft of each cell, from the record of a run of `specheads bench`.
+"""Compares automatic drafts with the best single draft of each cell, from the record of a `specheads bench` run.
 
     specheads bench --batch 1,4,8,16 --num-prompts 32 --repeats 1 --reference plain -d plain -d lookup -d eagle3 \\
         -d 'eagle3 auto' --out runs/cells
     python benchmarks/automatic.py runs/cells
 
 A cell is a head, a batch size and a temperature, over the prompts of all sets. Its best single decoder is the fastest
-of `plain`, `lookup` and the head by its default tree, all compiled or none, chosen with all its prompts known. 95 %
-intervals resample prompt batches. Writes automatic.md beside the record.
+of `plain`, `lookup` and the head with its default tree, all compiled or none, chosen in hindsight on the same prompts.
+95 % intervals resample prompt batches. Writes automatic.md beside the record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Cell = tuple[str, int, float]  # the head, batch size, temperature
 
 
 def works(record: dict[str, Any]) -> dict[tuple[int, float], dict[str, Work]]:
-    """By batch size and temperature, by decoder: tokens and seconds of every prompt batch, set after set."""
+    """(batch size, temperature) → decoder → tokens and seconds of every prompt batch, set after set."""
     groups: dict[tuple[int, float], dict[str, list[dict[str, Any]]]] = {}
     for one in record["rounds"]:
         sets = groups.setdefault((one["batch"], one["temperature"]), {})
@@ -41,9 +41,9 @@ def works(record: dict[str, Any]) -> dict[tuple[int, float], dict[str, Work]]:
 
 
 def compare(record: dict[str, Any]) -> dict[Cell, tuple[str, float, tuple[float, float] | None]]:
-    """By cell: its best single decoder, the speed of automatic drafts over it, and that ratio's interval.
+    """Cell → its best single decoder, the speed of automatic drafts over it, and that ratio's interval.
 
-    ValueError if the record has no automatic decoder, or not all that it is compared with."""
+    ValueError if the record lacks an automatic decoder or one that it is compared with."""
     found = {}
     for (batch, temperature), by_name in works(record).items():
         for name in by_name:
@@ -63,7 +63,7 @@ def compare(record: dict[str, Any]) -> dict[Cell, tuple[str, float, tuple[float,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the --out of specheads bench")
+    parser.add_argument("folder", type=Path, help="the --out folder of specheads bench")
     options = parser.parse_args()
     record = json.loads((options.folder / "bench.json").read_text("utf8"))
     cells = compare(record)

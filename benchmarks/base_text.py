@@ -1,11 +1,11 @@
-"""How well base models know text, and how much the text they write repeats itself: before and after more training.
+"""Base models' loss on text, and how much the text they generate repeats itself: before and after further training.
 
     python benchmarks/base_text.py checkpoints/base out/base --out docs/benchmarks
 
-Loss: nats a token over 256 tokens of each of 70 held-out files and of 200 files of third-party code, which nothing here
-is trained on. Repeated: the share of new tokens that complete eight tokens which the prompt or the text already had
-together, over 60 prompts of each of the two sets x 192 tokens, greedy and sampled at temperature 0.8. Intervals:
-95 %, by resampling the files or prompts.
+Loss: nats per token over 256 tokens of each of 70 held-out files and 200 files of third-party code, which nothing here
+is trained on. Repeated: the share of new tokens that complete an 8-gram that the prompt or the text already contained,
+over 60 prompts from each of the two sets × 192 tokens, greedy and sampled at temperature 0.8. Intervals: 95 %, by
+resampling the files or prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT, PROMPTS = 64, 60
 
 
 def texts(tokenizer: Any, counts: dict[str, int], num_tokens: int) -> dict[str, list[list[int]]]:
-    """The ids of pieces of both sets."""
+    """Set → token ids of pieces of its texts. counts: number of pieces by set."""
     held_out, packages = counts.values()
     pieces = {
         "held-out files": held_out_prompts(tokenizer, held_out, num_tokens),
@@ -40,19 +40,19 @@ def texts(tokenizer: Any, counts: dict[str, int], num_tokens: int) -> dict[str, 
 
 @torch.no_grad()
 def nats(base: PreTrainedModel, ids: list[int]) -> tuple[float, float]:
-    """The loss of a text, summed, and over how many tokens."""
+    """The summed loss of a text in nats, and its number of predicted tokens."""
     row = torch.tensor([ids])
     return float(base(input_ids=row, labels=row, use_cache=False).loss) * (len(ids) - 1), len(ids) - 1
 
 
 def figure(work: list[tuple[float, float]]) -> dict[str, Any]:
-    """A sum over a sum, and its interval."""
+    """The ratio of two sums, and its interval. work: numerator and denominator of each file or prompt."""
     interval = ratio_interval(work, [(1.0, 1.0)] * len(work))
     return {"value": sum(a for a, _ in work) / sum(b for _, b in work), "interval": interval, "count": len(work)}
 
 
 def measure(folder: str, new_tokens: int, share: float) -> dict[str, dict[str, Any]]:
-    """Figures of one model by name. share: of the windows and prompts, for a quick look."""
+    """One model's figures by name. share: of the windows and prompts to use."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = {}
@@ -75,8 +75,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="folders or hub ids of base models")
     parser.add_argument("--max-new-tokens", type=int, default=192)
-    parser.add_argument("--share", type=float, default=1.0, help="of the windows and prompts, 0.1 for a quick look")
-    parser.add_argument("--out", type=Path, default=Path("runs/base_text"), help="folder of base_text.md and .json")
+    parser.add_argument("--share", type=float, default=1.0, help="of the windows and prompts; 0.1 for a quick look")
+    parser.add_argument("--out", type=Path, default=Path("runs/base_text"), help="folder for base_text.md and .json")
     options = parser.parse_args()
 
     results = {folder: measure(folder, options.max_new_tokens, options.share) for folder in options.models}

@@ -1,11 +1,11 @@
-"""What a loss over a large vocabulary takes in one piece and in chunks: peak memory, and time.
+"""The peak memory and time of a loss over a large vocabulary, computed in one piece and in chunks.
 
     python benchmarks/chunked_loss.py --out docs/benchmarks
 
-Draft hidden states and output matrix, target hidden states and output matrix go in, loss and gradients come out. Peak
-memory, beyond the inputs, is counted over every tensor made (8,192 rows × 131,072 tokens, on meta tensors, so no
-machine is too small). Time is of 1,024 rows × 32,768 tokens × 256, medians of interleaved repeats; the chunks are those
-that training takes on the device.
+Inputs: hidden states and output matrix of draft and target. Outputs: loss and gradients. Peak memory, beyond the
+inputs, is counted over every tensor created (8,192 rows × 131,072 tokens, on meta tensors, so no machine is too small).
+Time is for 1,024 rows × 32,768 tokens, hidden size 256, as medians of interleaved repeats; the chunks are those that
+training uses on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`specheads bench`, greedy, at batch 1, 4 and 8: how fast the shipped heads are. Options are those of the command.
+"""The speed of the shipped heads: `specheads bench`, greedy, at batch 1, 4 and 8. Takes the command's options.
 
 python benchmarks/decode.py --num-prompts 8 --out runs/decode
 """

@@ -52,7 +52,7 @@ def attention(queries: Tensor, caches: Sequence[tuple[Tensor, Tensor]], mask: Te
 
 
 def sides(function: Callable[..., object], *inputs: object, read: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
-    """What is timed. torch traces each side anew."""
+    """The functions to time, by name. torch traces each one anew."""
     reset()
     options: dict[str, Any] = {"post_grad_custom_pre_pass": FewRows()}
     library = torch.compile(lambda *inputs: function(*inputs), dynamic=False)
@@ -71,7 +71,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 def timed(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Milliseconds of each side, and of the library's over ours: the median, and the ends of the middle half."""
+    """Milliseconds of each side, and the ratio of the library's to ours: medians and quartiles."""
     for function in sides.values():  # compiled and read once
         function()
     times = [{name: milliseconds(function) for name, function in sides.items()} for _ in range(rounds)]
@@ -106,7 +106,7 @@ def time_attention(rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def table(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """Markdown: what was timed, by these names, and its figures."""
+    """A Markdown table of what was timed (columns `names`) and its figures."""
     columns = [*names, "read", "library", "specheads", "library over specheads"]
     lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
     for row in found:
@@ -117,7 +117,7 @@ def table(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
 
 
 def noted(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All of them; each is printed as it comes."""
+    """All results as a list; each is printed when it arrives."""
     rows = []
     for row in found:
         print(row, flush=True)

@@ -1,18 +1,18 @@
-"""Everything that has to be known on an accelerator, in one command of ten minutes, on random weights.
+"""Checks correctness and speed on an accelerator, with random weights, in one command of ten minutes.
 
     python benchmarks/gpu.py --out docs/benchmarks
     python benchmarks/gpu.py --toy --out runs/gpu      # all of it in tiny sizes, on a CPU
 
-1. Correctness: greedy texts in float32 equal to transformers' generate(), sampled ones by a G-test, both also compiled.
-2. A pass over 1 … 128 nodes: verification and the whole step, eager and compiled, over the weight-read floor.
-3. Whole texts with 1, 2, 3 and 4 tokens a step, beside transformers' generate(), eager and static and compiled.
-4. A step after 400, 8,000 and 32,000 tokens, beside the time in which its keys and values can be read.
+1. Correctness: greedy texts in float32 equal transformers' generate(), sampled ones pass a G-test, both also compiled.
+2. A pass over 1 … 128 nodes: verification and the whole step, eager and compiled, over the time to read the weights.
+3. Whole texts with 1, 2, 3 and 4 tokens per step, beside transformers' generate(), eager, and static and compiled.
+4. A step after 400, 8,000 and 32,000 tokens, beside the time to read its keys and values.
 5. Attention of one layer, torch's and split over the keys, beside that time.
 
-The base is an 8B-shaped Llama in bfloat16 where it takes at most half of the memory (--base chooses). gpu.json and
-gpu.md are written after each section, so a run that is cut off keeps what it has; it does not resume. Each section has
-a share of --seconds, begins nothing once that is over, and names what it skipped. Exit code 1 if a text is wrong, if a
-section failed, or if the library warned, of a step that could not be compiled, say.
+The base is an 8B-shaped Llama in bfloat16 if it takes at most half of the memory (--base chooses another). gpu.json and
+gpu.md are written after each section, so a run that is cut off keeps its results; it does not resume. Each section has
+a share of --seconds, starts nothing after that, and lists what it skipped. Exit code 1 if a text is wrong, a section
+failed, or the library warned, for example of a step that could not be compiled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.bench import environment, report
 
-# Name → what measures it, its title, its columns, its share of the seconds.
+# Name → the function that measures it, its title, its columns, its share of --seconds.
 SECTIONS: dict[str, tuple[Callable[[Machine, Deadline], dict[str, Any]], str, Sequence[str], float]] = {
     "correctness": (
         lambda machine, deadline: correctness.measure(machine.sizes, machine.device, deadline),
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", choices=list(SIZES), help="default: the largest that fits the device")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU: --base toy --device cpu")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=600, help="for all sections; 600 by default")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="these sections")
+    parser.add_argument("--seconds", type=float, default=600, help="time for all sections; 600 by default")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="only these sections")
     options = parser.parse_args(arguments)
 
     hf_logging.disable_progress_bar()
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         deadline, began = Deadline(share * options.seconds), time.perf_counter()
         try:
             found = measure(machine, deadline)
-        except Exception as error:  # the other sections may still tell something
+        except Exception as error:  # the other sections may still give results
             traceback.print_exc()
             found = {"lines": [], "error": f"{type(error).__name__}: {error}"}
         seconds = time.perf_counter() - began
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Warnings(logging.Handler):
-    """What the library warned of, such as a step that could not be compiled; not that it compiles."""
+    """Collects the library's warnings, such as of a step that could not be compiled, but not that it is compiling."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,5 +1,5 @@
-"""What heads.py and whole_run.py share: the prompts that heads are compared on, which kept figures are
-of the same run, and accepted lengths of many runs."""
+"""What heads.py and whole_run.py share: the prompts that heads are compared on, the check that saved figures belong to
+the same run, and accepted lengths over many runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from specheads.training.resume import data_mark
 
 
 def prompts(tokenizer: Any, count: int) -> list[str]:
-    """So many of held-out files, then as many of installed packages."""
+    """`count` prompts from held-out files, then as many from installed packages."""
     packaged, _ = package_prompts(tokenizer, count)
     return [*held_out_prompts(tokenizer, count), *(str(prompt.asked) for prompt in packaged)]
 
 
 def marks(base: Any, rows: Any, asked: list[Any]) -> dict[str, str | None]:
-    """What figures depend on beside the options: digests of the base, of the rows and of the prompts."""
+    """What figures depend on besides the options: digests of the base, the rows and the prompts."""
     digest = f"{zlib.crc32(json.dumps(asked).encode()):08x}"
     return {"base": fingerprint_base(base)["weights"], "data": data_mark(rows), "prompts": digest}
 
 
 def refuse_other_runs(folder: Path, asked: dict[str, Any]) -> None:
-    """SystemExit where the folder keeps figures of another budget than is asked for. Of what an older version did not
-    record nothing is said."""
+    """SystemExit if the folder has figures of runs with other options or data than `asked`. Values that an older
+    version did not record are not compared."""
     for path in sorted(folder.glob("*/figures.json")):
         kept = json.loads(path.read_text("utf8"))["budget"]
         other = [f"{n}: {kept[n]}, not {value}" for n, value in asked.items() if n in kept and kept[n] != value]
@@ -44,7 +44,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def accepted_length(work: Tensor) -> Tensor:
-    """Tokens and steps (..., prompts, 2) → tokens a step over all prompts, and where there are seeds, over these."""
+    """Tokens and steps (…, prompts, 2) → tokens per step over all prompts and, if there are seeds, over all seeds."""
     tokens, steps = work.flatten(0, -2).sum(0)
     return tokens / steps
 

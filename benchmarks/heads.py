@@ -1,21 +1,21 @@
-"""Every head, and every loss on EAGLE-3, after the same training: how many tokens a step they yield, and their cost.
+"""Every head, and every loss on EAGLE-3, after the same training: their tokens per step and their cost.
 
-Where they are not called as published, EAGLE-3 has `norm_before_residual`, and EAGLE-1 learns without noise from three
-steps of its own drafts, as in HASS (arXiv:2408.15766). "mtp, wide" has as many parameters as EAGLE-3: the MLP of its
-layer is wider than the base's.
+Unless called "as published", EAGLE-3 has `norm_before_residual`, and EAGLE-1 is trained without noise on three steps of
+its own drafts, as in HASS (arXiv:2408.15766). "mtp, wide" has as many parameters as EAGLE-3: its layer's MLP is wider
+than the base's.
 
     python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 1440 --batch_size 96 \\
         --max_new_tokens 112 --dtype float32
     python benchmarks/heads.py --data runs/own.jsonl --out docs/benchmarks --bf16
 
-Of one seed, each variant sees the same rows in the same order, for the same steps, with the same optimizer. Then it
-decodes prompts of held-out files and as many of installed packages with the real loop, in float32 and many at a time:
-by a chain of five drafts and a tree of 16 nodes, greedily and sampled at temperature 1. Intervals are 95 %, by
-resampling seeds and prompts; differences are of the same seed and prompt. Training speed is in tokens a second of CPU
-time (of wall time on a GPU); peak memory is of one training step, beyond base and head, counted tensor by tensor.
+With the same seed, all variants see the same rows in the same order, for the same steps, with the same optimizer. Each
+then decodes prompts from held-out files and as many from installed packages with the real loop, in float32 and many at
+a time: with a chain of five drafts and a tree of 16 nodes, greedily and sampled at temperature 1. Intervals are 95 %,
+by resampling seeds and prompts; differences pair the same seeds and prompts. Training speed is in tokens per second of
+CPU time (wall time on a GPU); peak memory is that of one training step, beyond base and head, counted tensor by tensor.
 
-OUT/heads/ keeps each head and its figures, variant by variant and seed by seed, and what is there is not done again.
-Several processes can share the work with --only, and more --shapes can be decoded later.
+OUT/heads/ keeps each head and its figures by variant and seed; whatever is there is not run again. Several processes
+can share the work with --only, and more --shapes can be decoded later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     WIDE: ("mtp", {"steps": DEPTH}),
     **{
         f"eagle3, {name}": ("eagle3", {**EAGLE3, "loss": name})
-        for name in DISTRIBUTION_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
+        for name in DISTRIBUTION_LOSSES if name not in ("ce", "kl")  # their gradients are the same
     },
     "eagle3, D-PACE": ("eagle3", {**EAGLE3, "dpace": 0.5}),
     "eagle3, as published": ("eagle3", {**EAGLE3, "norm_before_residual": False}),
@@ -68,14 +68,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
     "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
 }  # fmt: skip
-REFERENCE = "eagle3"  # with which the others are compared; without it, the first of them
+REFERENCE = "eagle3"  # what others are compared with; if it was not run, the first one
 SHAPES = ("greedy chain", "greedy tree", "sampled chain", "sampled tree")
-OPTIONAL = ("base", "batch_size", "max_length", "learning_rate", "num_prompts", "max_new_tokens")  # of its command
+OPTIONAL = ("base", "batch_size", "max_length", "learning_rate", "num_prompts", "max_new_tokens")  # of the command
 BUDGET = ("steps", "batch_size", "max_length", "learning_rate", "bf16", "num_prompts", "max_new_tokens")
 
 
 class Clock(TrainerCallback):
-    """Time between the first and the last step, without what stands around training."""
+    """The time from the first to the last training step, without setup and saving."""
 
     def __init__(self, device: torch.device) -> None:
         self.now = time.process_time if device.type == "cpu" else time.perf_counter
@@ -86,7 +86,7 @@ class Clock(TrainerCallback):
 
 
 def untrained(name: str, base: Any) -> Any:
-    """The model of a variant before training."""
+    """A variant's model before training."""
     kind, head = VARIANTS[name]
     if name == WIDE:
         missing = size_of(specheads.convert(base, "eagle3", **EAGLE3))
@@ -102,7 +102,7 @@ def size_of(model: Any) -> int:
 
 
 def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a variant and save its head in `folder`; what it took."""
+    """Train a variant and save its head in `folder` → the time and memory that it took."""
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype).to(options.device)
@@ -123,7 +123,7 @@ def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Names
         trainer.train()
     batch = Collator(0)([rows[i] for i in range(options.batch_size)])
     batch = {key: value.to(options.device) for key, value in batch.items()}
-    tokens = options.batch_size * sum(len(row["input_ids"]) for row in rows) / len(rows)  # of a step, in the mean
+    tokens = options.batch_size * sum(len(row["input_ids"]) for row in rows) / len(rows)  # mean per step
     seconds = (clock.marks[-1] - clock.marks[0]) / (len(clock.marks) - 1)
     autocast = torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=options.bf16)
     with LiveMemory() as memory:
@@ -135,7 +135,7 @@ def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Names
 
 
 def decode(model: Any, shape: str, batches: list[dict[str, Any]], max_new_tokens: int) -> list[tuple[int, int]]:
-    """Of each prompt: the tokens after the first, which the prefill gives, and the steps that they took."""
+    """For each prompt: the number of tokens after the first (which comes from the prefill), and their steps."""
     tree = BestFirstTree(NODES, DEPTH, 4) if model.head.config.kind == "parallel" else DynamicTree(NODES, DEPTH, 4)
     plan, sampling = {
         "greedy chain": (chain(DEPTH), {}),
@@ -144,7 +144,7 @@ def decode(model: Any, shape: str, batches: list[dict[str, Any]], max_new_tokens
         "sampled tree": (SampledTree((3, 2, 1)), {"do_sample": True}),
     }[shape]
     run = decoders.specheads_generate(model, max_new_tokens, plan=plan, **sampling)
-    if sampling:  # by a seed of its own for each prompt, the same for every head
+    if sampling:  # each prompt has its own seed, the same for every head
         seeds = row_seeds(0, sum(len(batch["input_ids"]) for batch in batches))
         batches = [{**batch, "seeds": [seeds.pop(0) for _ in batch["input_ids"]]} for batch in batches]
     gains = [row[1:] for batch in batches for row in run(batch, None).gains]
@@ -154,17 +154,17 @@ def decode(model: Any, shape: str, batches: list[dict[str, Any]], max_new_tokens
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="checkpoints/base")
-    parser.add_argument("--data", nargs="+", required=True, help="rows the base wrote itself")
+    parser.add_argument("--data", nargs="+", required=True, help="rows generated by the base itself")
     parser.add_argument("--out", type=Path, required=True, help="the folder for heads.md, heads.json and heads/")
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="run these alone")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="decode these alone")
-    parser.add_argument("--seeds", type=int, default=3, help="of a head's weights and the order of the rows")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="run only these")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="decode only with these")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (weights and row order)")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=176)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast, the base in bfloat16")
-    parser.add_argument("--num-prompts", type=int, default=50, help="of held-out files, and of installed packages")
+    parser.add_argument("--num-prompts", type=int, default=50, help="from each kind of source")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
@@ -205,7 +205,7 @@ def budget(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
-    """heads.md and heads.json of the variants that have two seeds or more, which is what an interval takes."""
+    """Write heads.md and heads.json, with the variants that have at least two seeds, as intervals require."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for path in sorted(folder.glob("*/figures.json")):
         record = json.loads(path.read_text("utf8"))

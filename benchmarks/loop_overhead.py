@@ -1,10 +1,10 @@
-"""What the loop itself costs: the share of a step outside the base's and the head's forwards, and what the host reads.
+"""The cost of the loop itself: the share of a step outside the base's and head's forwards, and what the host reads.
 
     python benchmarks/loop_overhead.py --out docs/benchmarks
 
-Greedy, float32, EAGLE-3's default tree. The base's forward, its embedding and output matrix, and the head's own parts
-are timed from outside; what remains of a step's wall time is the loop's own. A second pass, not timed, notes every
-tensor whose values are read by Python, the largest of which is reported: logits would have B × N × V values.
+Greedy, float32, EAGLE-3's default tree. The base's forward, its embedding and output matrix, and the head's own modules
+are timed from outside; the rest of a step's wall time is the loop's. A second, untimed run notes every tensor whose
+values Python reads, and reports the largest: logits would have B × N × V values.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "
 
 
 class ForwardTimer:
-    """Sums the wall time inside some functions; what they call of one another counts once."""
+    """Sums the wall time inside some functions; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self.depth = {"base": 0.0, "head": 0.0}, 0
 
     def timed(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # transformers looks at forward's parameters
+        @functools.wraps(function)  # transformers inspects forward's parameters
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()  # first, so that what timing takes is not the loop's
+            began = time.perf_counter()  # first, so that timing itself does not count as the loop's
             self.depth += 1
             try:
                 return function(*args, **kwargs)
@@ -55,8 +55,8 @@ class ForwardTimer:
 
 @contextmanager
 def timing(model: Any) -> Iterator[ForwardTimer]:
-    """Time the base's forward, the head's modules, and the base's embedding and output matrix where the head uses
-    them."""
+    """In the block, time the base's forward, the head's modules, and the base's embedding and output matrix when the
+    head uses them."""
     timer = ForwardTimer()
     base, head = model.base, model.head
     patched = [(base, "forward", "base")]
@@ -72,7 +72,7 @@ def timing(model: Any) -> Iterator[ForwardTimer]:
 
 @contextmanager
 def noting_reads() -> Iterator[list[tuple[int, str]]]:
-    """(number of values, how) of every tensor Python reads inside the block."""
+    """(number of values, method) of every tensor whose values Python reads in the block."""
     found: list[tuple[int, str]] = []
 
     def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,8 +94,8 @@ def noting_reads() -> Iterator[list[tuple[int, str]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoints", type=Path, help="the folder of base/ and the head (default: shipped)")
-    parser.add_argument("--head", default="eagle3", help="which of them")
+    parser.add_argument("--checkpoints", type=Path, help="the folder with base/ and the head (default: shipped)")
+    parser.add_argument("--head", default="eagle3", help="name of the head in that folder")
     parser.add_argument("--out", type=Path, required=True, help="the folder for loop_overhead.md and .json")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def measured(model: Any, batch: dict[str, Any], max_new_tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians over runs; shares are of the steps' wall time, the prefill left out."""
+    """Medians over runs; shares are of the steps' wall time, without the prefill."""
     ask = {**batch, "draft": "head", "max_new_tokens": max_new_tokens}
     ask |= {"do_sample": False, "return_dict_in_generate": True}
     model.generate(**ask)  # warm-up
@@ -164,7 +164,7 @@ def measured(model: Any, batch: dict[str, Any], max_new_tokens: int, repeats: in
 
 
 class Marks:
-    """What the timer stood at when the prefill was over."""
+    """The timer's reading at the end of the prefill."""
 
     def __init__(self, timer: ForwardTimer) -> None:
         self.timer, self.after_prefill = timer, dict(timer.seconds)

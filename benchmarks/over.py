@@ -1,9 +1,9 @@
-"""All decoders of a run of `specheads bench` over another one of them than its reference, from its record.
+"""Compares all decoders of a `specheads bench` run with one other than its reference, from its record.
 
     python benchmarks/over.py docs/benchmarks/openvino openvino:5:runs/published
 
-Speed by prompt set, batch size and temperature, with 95 % intervals by resampling the prompt batches of that run, which
-all decoders took in turn. Prints a table; measures nothing.
+Speed by prompt set, batch size and temperature, with 95 % intervals by resampling that run's prompt batches, which all
+decoders ran in turn. Prints a table; measures nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Cell = tuple[str, int, float]  # the prompt set, batch size, temperature
 
 
 def ratios(record: dict[str, Any], reference: str) -> dict[str, dict[Cell, tuple[float, tuple[float, float] | None]]]:
-    """By decoder, by cell: its speed over that of `reference`, and that ratio's interval. A cell of which either was
-    left out is not there; of one that either left midway, the rounds of both count.
+    """Decoder → cell → its speed over that of `reference`, and that ratio's interval. Cells where either was left out
+    are missing; where either dropped out midway, only rounds with both count.
 
     ValueError if the run had no such decoder.
     """
@@ -49,7 +49,7 @@ def _cell(ratio: float, ends: tuple[float, float] | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the --out of specheads bench")
+    parser.add_argument("folder", type=Path, help="the --out folder of specheads bench")
     parser.add_argument("reference", help="a decoder of that run, as its table spells it")
     options = parser.parse_args()
     try:

@@ -2,10 +2,10 @@
 
     python benchmarks/peer_sides.py JOB.json
 
-Every side sees the same batches in the same order and takes the same steps of the same optimizer, in float32. It takes
-as many as each line of standard input says, and answers with their CPU seconds in a file, and with the rate at which
-the machine multiplies matrices at that time. When its input ends it leaves its head in `out`, as the program itself
-saves it, and `out`/figures.json.
+Every side sees the same batches in the same order and takes the same optimizer steps, in float32. Each line of standard
+input is a number of steps to take; the answer, in a file, has their CPU seconds, and the rate at which the machine
+multiplies matrices at that time. When its input ends, it saves the head in `out`, in the program's own format, and
+writes `out`/figures.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Job = dict[str, Any]
-Loss = Callable[[Tensor], Tensor]  # ids (B, T) → the loss of one step, with the base's forward in it
+Loss = Callable[[Tensor], Tensor]  # ids (B, T) → the loss of one step, including the base's forward
 
 
 def base_model(job: Job) -> Any:
@@ -65,7 +65,7 @@ def modelopt_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Path],
 
     model = base_model(job)
     if job["head"] == "medusa":
-        for parameter in model.parameters():  # its conversion leaves the base trainable
+        for parameter in model.parameters():  # ModelOpt's conversion leaves the base trainable
             parameter.requires_grad_(False)
         mtsp.convert(model, [("medusa", {"medusa_num_heads": job["depth"], "medusa_num_layers": 1})])
 
@@ -106,8 +106,8 @@ def modelopt_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Path],
 
 
 def speculators_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Path], Any]]:
-    """Its trainer reads hidden states from files; here the base makes them, as for the others, with hooks that keep
-    no more than it asks for."""
+    """speculators' trainer reads hidden states from files; here the base computes them, as for the others, with hooks
+    that keep only those needed."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
 
@@ -135,7 +135,7 @@ def speculators_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Pat
         rows, length = ids.shape
 
         def packed(values: Tensor, shift: int) -> Tensor:
-            # Its collator's alignment: features of all but the last token, with the token after each.
+            # As speculators' collator aligns them: features of all but the last token, each with the next token.
             return values[:, shift : length - 1 + shift].reshape(1, rows * (length - 1), *values.shape[2:])
 
         documents = torch.arange(rows).repeat_interleave(length - 1).unsqueeze(0)
@@ -191,7 +191,7 @@ def run(job: Job) -> dict[str, Any]:
         rate = product_rate(given["ids"][0].numel(), shape)
         answer({"seconds": [step() for _ in range(int(line))], "product_rate": rate}, Path(job["answer"]))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    with torch.compiler.set_stance("force_eager"):  # what counts cannot look into compiled code
+    with torch.compiler.set_stance("force_eager"):  # counters cannot look into compiled code
         with live_memory(job)() as memory:
             loss_of(given["ids"][0]).backward()
         with Products() as products:
@@ -211,8 +211,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 class Products(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products and attention. torch's own counter follows modules too,
-    with hooks that torch.autograd.grad within a forward pass does not bear."""
+    """Counts the floating-point operations of matrix products and attention. torch's own counter also hooks modules,
+    which fails with torch.autograd.grad inside a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Products(TorchDispatchMode):
 
 
 def product_rate(rows: int, config: Any) -> float:
-    """Operations a CPU second of the product that a step has most of: the first of the base's MLP."""
+    """Operations per CPU second of a step's most frequent product: the first of the base's MLP."""
     a, b = torch.randn(rows, config.hidden_size), torch.randn(config.hidden_size, config.intermediate_size)
     seconds = []
     for _ in range(20):
@@ -237,14 +237,14 @@ def product_rate(rows: int, config: Any) -> float:
 
 
 def answer(found: dict[str, Any], path: Path) -> None:
-    """Leave it in a file, whole as soon as it is there. Programs print to standard output as they like."""
+    """Write the answer atomically to a file, since the programs may print anything to standard output."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(found))
     part.rename(path)
 
 
 def live_memory(job: Job) -> Any:
-    """specheads.bench.memory.LiveMemory, read by its path: it needs torch alone, and not every side has specheads."""
+    """specheads.bench.memory.LiveMemory, loaded by path: it needs only torch, and not every side has specheads."""
     spec = importlib.util.spec_from_file_location("memory", job["memory"])
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""A race against each of the systems that specheads replaces: their own code, and ours, on the same models.
+"""Races each of the systems that specheads replaces, running its own code, against ours on the same models.
 
     git clone https://github.com/romsto/Speculative-Decoding romsto
     git clone https://github.com/lfsszd/CS-Drafting csd
@@ -8,15 +8,15 @@
     python benchmarks/seeds.py --romsto romsto --csd csd --fsd fsd --old old/bin/python --draft checkpoints/draft \\
         --notebook --out docs/benchmarks
 
---old runs FSD, and the caches of the first two, which transformers 5 no longer has. --modelopt mo/bin/python races the
-EAGLE-3 head of --modelopt-head in ModelOpt, in an environment as in benchmarks/peers.py. The notebook has no
-repository: --notebook races its published algorithm, written anew.
+--old runs FSD, and the first two with their caches, which do not work with transformers 5. --modelopt mo/bin/python
+races the EAGLE-3 head of --modelopt-head in ModelOpt, in an environment as in benchmarks/peers.py. The notebook has no
+repository: --notebook races a reimplementation of its published algorithm.
 
 Same target, draft model, prompts (held-out files), γ, k, K-matrix and thresholds; float32, one thread, batch 1; no end
-token, so that every text has as many tokens as asked for. In each repeat ours and theirs take turns at every prompt,
-ours in this process and theirs beside it, or in their own Python where they need one. Speed is of CPU time, with the
-tokens they write beyond those asked for counted in their favour; intervals are 95 % of a bootstrap over repeats and
-prompts. Exit code 1, and nothing is written, where a greedy text of ours is not the target's own.
+token, so that every text has the requested length. In each repeat, ours and theirs take turns at every prompt, ours in
+this process, theirs in it too or, if needed, in their own Python. Speed is by CPU time, and tokens that they generate
+beyond the requested ones count in their favour; intervals are 95 %, by a bootstrap over repeats and prompts. Exit code
+1, with nothing written, if one of our greedy texts differs from the target's own.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ from specheads.models.convert import load_head
 from specheads.models.formats import FORMATS
 from specheads.models.formats.export.exporting import head_tensors
 
-PARTS = {  # what a checkout of each must hold
+PARTS = {  # what a checkout of each must contain
     "romsto": "sampling/speculative_decoding.py", "csd": "csd.py", "fsd": "fsd_utils.py",
 }  # fmt: skip
 
 
 def python_of(system: str, cache: bool, options: argparse.Namespace) -> str | None:
-    """The Python that a system runs in, None for this one."""
+    """The Python that a system runs in; None for this process's."""
     if system == "modelopt":
         return str(options.modelopt)
     return options.old if cache else None
 
 
 def portable(folder: Path, out: Path) -> str:
-    """A checkpoint as transformers 4.44 and 5 both read it, with no end token. SystemExit without model.safetensors."""
+    """Copy a checkpoint in a form that transformers 4.44 and 5 both read, without an end token → its path. SystemExit
+    without model.safetensors."""
     weights = folder / "model.safetensors"
     if not weights.is_file():
         raise SystemExit(f"{folder} has no model.safetensors: give a saved model of one file")
@@ -78,7 +79,7 @@ def portable(folder: Path, out: Path) -> str:
 
 
 def prepare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """What all sides are given: models, prompts (ids), and what only some ask for."""
+    """The job given to all sides: models, prompts (ids), and what only some of them need."""
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     names = shipped.held_out_names(Path(options.base))
     texts = held_out_prompts(tokenizer, options.num_prompts, options.prompt_tokens, names)
@@ -101,7 +102,8 @@ def prepare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def write_head(target: str, head: str, out: Path) -> str:
-    """An EAGLE-3 head by ModelOpt's names, with its sizes and norms. SystemExit where ModelOpt has none such."""
+    """Write an EAGLE-3 head with ModelOpt's tensor names, sizes and norms → its path. SystemExit if ModelOpt does not
+    support it."""
     model = load_head(load_model(target), head, dtype=torch.float32)
     config, form = model.head.config, next(form for form in FORMATS if form.engine == "modelopt")
     if config.kind != form.kind:
@@ -120,9 +122,9 @@ def write_head(target: str, head: str, out: Path) -> str:
 
 
 def workers(job: dict[str, Any], planned: list[Race], options: argparse.Namespace, work: Path) -> dict[Any, Worker]:
-    """A worker for ours of each system, (system, None), and of theirs with and without its cache, (system, cache).
+    """A worker for our side of each system, (system, None), and for theirs with and without its cache, (system, cache).
 
-    Those in this process share one target and one draft. SystemExit where a model is another one in another Python.
+    Those in this process share one target and draft model. SystemExit if a model differs when loaded in another Python.
     """
     paths = {"romsto": options.romsto, "cs-drafting": options.csd, "fsd": options.fsd}
     shared = {job[name]: load_model(job[name]) for name in ("target", "draft")}
@@ -147,14 +149,14 @@ def workers(job: dict[str, Any], planned: list[Race], options: argparse.Namespac
 
 
 def run(planned: list[Race], sides: dict[Any, Worker], job: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
-    """Every side of every race at every prompt, in turn, after one untimed run each."""
+    """Run every side of every race on every prompt, in turn, after one untimed run each."""
     records = []
     for race in planned:
         racers: dict[bool | None, Worker] = {None: sides[race.system, None]}
         racers |= {cache: sides[race.system, cache] for cache in race.caches}
         answers: dict[bool | None, list[list[dict[str, Any]]]] = {name: [[] for _ in range(repeats)] for name in racers}
         order = list(racers)
-        for repeat in range(-1, repeats):  # the first warms up, on one prompt
+        for repeat in range(-1, repeats):  # the first is a warm-up on one prompt
             for i, prompt in enumerate(job["prompts"] if repeat >= 0 else job["prompts"][:1]):
                 turn = (i + repeat) % len(order)
                 for name in order[turn:] + order[:turn]:
@@ -179,7 +181,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--old", help="a Python with transformers 4.44: for FSD, and for the caches of the other two")
     parser.add_argument("--notebook", action="store_true", help="race the notebook's algorithm")
     parser.add_argument("--modelopt", help="a Python with nvidia-modelopt")
-    parser.add_argument("--modelopt-head", default="checkpoints/eagle3", help="the EAGLE-3 head that both decode with")
+    parser.add_argument("--modelopt-head", default="checkpoints/eagle3", help="the EAGLE-3 head for both sides")
     parser.add_argument("--base", default="checkpoints/base", help="the target")
     parser.add_argument("--draft", required=True, help="a smaller model with the target's tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="the folder for seeds.md and seeds.json")
@@ -187,9 +189,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--gamma", type=int, default=5, help="drafts a step (FSD has 5 whatever is asked)")
-    parser.add_argument("--top-k", type=int, default=50, help="of the notebook's sampling")
-    parser.add_argument("--threshold", type=float, default=0.4, help="of FSD's divergence")
+    parser.add_argument("--gamma", type=int, default=5, help="drafts per step (FSD always has 5)")
+    parser.add_argument("--top-k", type=int, default=50, help="for the notebook's sampling")
+    parser.add_argument("--threshold", type=float, default=0.4, help="for FSD's divergence")
     parser.add_argument("--divergence", default="js_div", choices=["js_div", "kl_div", "kl_div_reversed", "tv_div"])
     options = parser.parse_args(arguments)
     for name, part in PARTS.items():
@@ -234,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def named_paths(options: argparse.Namespace) -> str:
-    """The options as they were given, each path by the name that it has in the description above."""
+    """The options as given, each path under the name that it has in the description above."""
     paths = {
         "romsto": "romsto", "csd": "csd", "fsd": "fsd", "old": "old/bin/python", "modelopt": "mo/bin/python",
         "draft": "checkpoints/draft", "notebook": "", "out": "docs/benchmarks",

@@ -1,19 +1,19 @@
-"""A whole training run of several epochs, ours and NVIDIA ModelOpt's: CPU time, and what the heads then yield.
+"""A whole training run of several epochs, ours and NVIDIA ModelOpt's: CPU time, and the heads' accepted length.
 
     python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 1440 --batch_size 96 \\
         --max_new_tokens 112 --dtype float32
     python benchmarks/whole_run.py --modelopt mo/bin/python --data runs/own.jsonl --out docs/benchmarks/whole_run
 
-benchmarks/peers.py says how ModelOpt's environment is made. Every side trains an EAGLE-3 head on the same rows, all of
-one length, for the same epochs, with the same batch size, AdamW and schedule, in float32 on one thread. "specheads"
-drafts from every position and runs the base at every step, as ModelOpt does. "cache" keeps what the base sees in the
-first epoch; "anchors" makes the drafts after the first at one position in eight, and "anchors alone" the first drafts
-too, which is less work. Ours are whole runs of a recipe, with reading and saving; of ModelOpt the steps alone are
-counted.
+benchmarks/peers.py says how to create ModelOpt's environment. Every side trains an EAGLE-3 head on the same rows, all
+of the same length, for the same epochs, with the same batch size, AdamW and schedule, in float32 on one thread.
+"specheads" drafts from every position and runs the base at every step, as ModelOpt does. "cache" saves the base's
+features in the first epoch; "anchors" drafts beyond the first token at one position in eight only, and "anchors alone"
+does so for first drafts too, which is less work. Our times are of whole runs of a recipe, including reading and saving;
+ModelOpt's are of the training steps only.
 
-Accepted length is of greedy chains, by one loop for all, on prompts of held-out files and as many of installed
-packages; intervals are 95 %, by resampling seeds and prompts. OUT/runs/ keeps each run, and what is there is not done
-again.
+Accepted length is that of greedy chains, decoded in the same loop for all, on prompts from held-out files and as many
+from installed packages; intervals are 95 %, by resampling seeds and prompts. OUT/runs/ keeps each run; whatever is
+there is not run again.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
 
 PEER = "modelopt"
-OURS = {  # with a feature cache? with anchors? of first drafts, too?
+OURS = {  # (feature cache?, anchors?, anchors for first drafts too?)
     "specheads": (False, False, False), "specheads, cache": (True, False, False),
     "specheads, cache and anchors": (True, True, False), "specheads, cache and anchors alone": (True, True, True),
 }  # fmt: skip
 RUN = (
     "epochs", "batch_size", "max_length", "draft_vocab_size", "learning_rate", "num_prompts", "max_new_tokens",
 )  # fmt: skip
-DEPTH, WARMUP = peers.DEPTHS["eagle3"], 5  # steps of training-time test, and of a growing learning rate
+DEPTH, WARMUP = peers.DEPTHS["eagle3"], 5  # steps of training-time test; warm-up steps of the learning rate
 
 
 def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a recipe that leaves the head in `folder`; the CPU seconds it took."""
+    """Run a recipe that saves the head in `folder` → its CPU seconds."""
     cache, anchors, anchor_first = OURS[side]
     with tempfile.TemporaryDirectory() as scratch:
         recipe = Path(scratch) / "recipe.yaml"
-        recipe.write_text(json.dumps({  # which is YAML, too
+        recipe.write_text(json.dumps({  # JSON is also YAML
             "base": options.base, "base_dtype": "float32",
             "head": {
                 "kind": "eagle3", "steps": DEPTH, "draft_vocab_size": options.draft_vocab_size,
@@ -85,7 +85,7 @@ def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: arg
 def train_by_peer(
     seed: int, rows: list[list[int]], vocab_size: int, folder: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Train with ModelOpt, the rows of each epoch in an order of its own; the CPU seconds of its steps."""
+    """Train with ModelOpt, with the rows in a new order in each epoch → the CPU seconds of its steps."""
     generator, whole = torch.Generator().manual_seed(seed), len(rows) // options.batch_size * options.batch_size
     orders = [torch.randperm(len(rows), generator=generator)[:whole] for _ in range(options.epochs)]
     ids = torch.tensor(rows)[torch.cat(orders)].view(-1, options.batch_size, options.max_length)
@@ -105,19 +105,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modelopt", help="a Python with nvidia-modelopt; without it, that side is left out")
     parser.add_argument("--base", default="checkpoints/base")
-    parser.add_argument("--data", nargs="+", required=True, help="rows the base wrote itself")
+    parser.add_argument("--data", nargs="+", required=True, help="rows generated by the base itself")
     parser.add_argument("--out", type=Path, required=True, help="the folder for whole_run.md, whole_run.json and runs/")
-    parser.add_argument(
-        "--only", nargs="+", choices=list(OURS), default=list(OURS), help="of our sides, run these alone"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="of a head's weights and the order of the rows")
-    parser.add_argument("--num-rows", type=int, default=480, help="the first of those that have --max-length tokens")
+    parser.add_argument("--only", nargs="+", choices=list(OURS), default=list(OURS), help="run only these of our sides")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (weights and row order)")
+    parser.add_argument("--num-rows", type=int, default=480, help="the first this many with --max-length tokens")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=176)
     parser.add_argument("--draft-vocab-size", type=int, default=2048)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--num-prompts", type=int, default=50, help="of held-out files, and of installed packages")
+    parser.add_argument("--num-prompts", type=int, default=50, help="from each kind of source")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args(arguments)
 
@@ -147,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
                 folder = options.out / "runs" / f"{side.replace(', ', '-').replace(' ', '-')}-{seed}"
                 path = folder / "figures.json"
                 if not path.exists():
-                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+                    shutil.rmtree(folder, ignore_errors=True)  # left by a run that was stopped
                     found = (
                         train_by_peer(seed, whole, len(tokenizer), folder, options)
                         if side == PEER

@@ -28,7 +28,7 @@ class Stopping:
     rows, when each running row has reached it. What a row ahead of the others wrote past its end is dropped.
 
     texts: the new tokens of each row; ends: for each row that has stopped, how many of them count; asked: how many
-    columns users' criteria have seen.
+    columns users' criteria have seen; ids (B, T + asked): those columns, after the prompts.
     """
 
     criteria: StoppingCriteriaList
@@ -42,6 +42,7 @@ class Stopping:
     row_criteria: list[Any] = field(default_factory=list)
     user_criteria: list[Any] = field(default_factory=list)
     texts: list[list[int]] = field(init=False)
+    ids: torch.Tensor = field(init=False)
     ends: dict[int, int] = field(default_factory=dict)
     asked: int = 0
 
@@ -60,6 +61,7 @@ class Stopping:
             raise ValueError("generation has no length limit; give max_new_tokens or max_length")
         self.limit = max(1, math.ceil(min(limits)) - self.columns)  # transformers takes fractions too
         self.texts = [[] for _ in self.prompts]
+        self.ids = torch.tensor(self.prompts, device=self.device)
 
     def __call__(self, row: int, ids: list[int], count: int) -> int:
         new = ids[self.lengths[row] :]
@@ -83,15 +85,16 @@ class Stopping:
         """Call users' criteria for each further column that all running rows have reached."""
         while self.asked < max(self.ends.get(row, self.limit) for row in range(len(self.texts))):
             column = self.asked + 1
-            if any(len(text) < min(column, self.ends.get(row, column)) for row, text in enumerate(self.texts)):
+            kept = [min(column, self.ends.get(row, column)) for row in range(len(self.texts))]
+            if any(len(text) < count for text, count in zip(self.texts, kept, strict=True)):
                 return
             self.asked = column
-            texts = [text[: self.ends.get(row, column)][:column] for row, text in enumerate(self.texts)]
-            rows = [[*prompt, *text, *[self.pad_id] * (column - len(text))]
-                    for prompt, text in zip(self.prompts, texts, strict=True)]  # fmt: skip
-            ids, done = torch.tensor(rows, device=self.device), torch.zeros(len(rows), dtype=torch.bool)
+            new = [text[column - 1] if count == column else self.pad_id
+                   for text, count in zip(self.texts, kept, strict=True)]  # fmt: skip
+            self.ids = torch.cat([self.ids, self.ids.new_tensor(new).unsqueeze(1)], 1)
+            done = torch.zeros(len(new), dtype=torch.bool)
             for criterion in self.user_criteria:  # many return a Python bool, which transformers takes for all rows
-                done = done | torch.as_tensor(criterion(ids, None)).cpu()
+                done = done | torch.as_tensor(criterion(self.ids, None)).cpu()
             for row in done.nonzero().flatten().tolist():
                 self._end(row, column)
 

@@ -154,9 +154,8 @@ class _Loop:
         sampler.seed_rows(batch, logits.device)
         root = self.draw_first(scores)
         sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
-        self.context = Context.start(
-            self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
-        )
+        context = Context.start(self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top))
+        self.context = replace(context, sampled=sampler.do_sample)
         require_finite(bool(sampler.finite))
         self.count, self.row_limits = torch.ones_like(root), root.new_tensor(self.limits)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):

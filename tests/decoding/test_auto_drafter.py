@@ -21,7 +21,7 @@ from specheads.decoding.planner.by_cost import CostTable, Curve, step_planner
 from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.models.costs import cost_key, cost_path
-from tests.support.auto_costs import DEAR, FREE, HEADS, ONE, OPTIONS, Trained
+from tests.support.auto_costs import DEAR, FREE, HEADS, ONE, OPTIONS, Trained, table
 from tests.support.prompts import padded
 from tests.support.seq2seq_models import tiny_t5
 
@@ -70,6 +70,17 @@ def test_a_head_reads_the_prompt_if_the_rest_of_the_text_pays_for_it(heads):
     for compiled in (False, "eager"):
         assert drafted(compile=compiled)[1] > 0, "the first step is the prompt's own"
         assert drafted(compile=compiled, max_new_tokens=10)[1] == 0, "they take 40 ms without the head"
+
+
+def test_a_head_is_expected_to_be_right_less_often_where_tokens_are_sampled(heads):
+    # A chain of two makes a step 1.72 times as long; it promises 1.96 tokens of greedy text, or 1.77 sampled ones.
+    step = table(per_node=1.34, level=0.1)
+    prompt = padded([list(range(72, 96))])  # what is written after it does not occur in it
+
+    def drafted(**options):
+        return generate(heads["eagle3"], step, prompt, compile="eager", **options).steps[1].drafted
+
+    assert drafted(do_sample=False) == [2] and drafted(do_sample=True, seed=1) == [0]
 
 
 def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log, monkeypatch, tmp_path):

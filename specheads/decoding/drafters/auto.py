@@ -5,6 +5,7 @@ Shapes: B batch rows, N tree nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, cast
@@ -21,6 +22,7 @@ from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
+from specheads.decoding.planner.by_cost.estimates import if_sampled
 from specheads.decoding.planner.by_cost.shapes import CHAINS, COMPILED_SIZES, LARGEST, Menu, Shape, make_menu
 from specheads.decoding.planner.by_cost.step_planner import (
     TREE_DEPTH,
@@ -50,9 +52,9 @@ class AutoDrafter(Drafter):
     `specheads tune`; None: those shipped for a CPU or a GPU, with a line in the log. compiled_costs: the same for
     compiled steps; None: `costs`, if given.
 
-    The choice depends on the costs and the tokens of this call alone, so the same costs give the same drafts. Every
-    draft is a point mass: under an exact rule a seed gives the text of plain decoding whatever the costs. Of a plan
-    only num_nodes and depth are used, as limits.
+    The choice depends on the costs, the tokens of this call and whether they are sampled, so the same costs give the
+    same drafts. Every draft is a point mass: under an exact rule a seed gives the text of plain decoding whatever the
+    costs. Of a plan only num_nodes and depth are used, as limits.
     """
 
     gives_draft_probs: ClassVar[bool] = False
@@ -144,7 +146,9 @@ class _Run:
             longest=context.target.limit,
         )  # fmt: skip
         self.head = auto.head if menu.shapes else None
-        self.planner = StepPlanner(table.for_rows(self.rows), menu, table.acceptance or (ASSUMED_RANKS,), self.rows)
+        assumed: Sequence[Sequence[float]] = table.acceptance or (ASSUMED_RANKS,)
+        assumed = if_sampled(assumed) if context.sampled else assumed
+        self.planner = StepPlanner(table.for_rows(self.rows), menu, assumed, self.rows)
         self.unread = UnreadPositions()
         self.slots = max(menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else TREE_WIDTH * TREE_DEPTH)
         self.lengths: list[int] = []

@@ -56,7 +56,7 @@ class Context:
     source: each row's source ids if the target has an encoder, unpadded, on the host; None without one or if unknown.
     ranks: the sibling ranks of each row's last accepted drafts, on the host; empty before the first step.
     remaining: how many tokens each row may gain after its root, 0 once it has finished. others_wait: may a new prompt
-      replace the next row that finishes?
+      replace the next row that finishes? sampled: are tokens drawn at random?
     """
 
     target: Verifier
@@ -74,6 +74,7 @@ class Context:
     ranks: list[list[int]] = field(default_factory=list)
     remaining: list[int] = field(default_factory=list)
     others_wait: bool = False
+    sampled: bool = False
 
     def prepare(self) -> None:
         """Make room for a step in the caches of the target and of the drafter, on the host."""

@@ -103,12 +103,12 @@ def choose(
 
 
 def reading_pays(best: Choice, without: Choice, share: float, tokens: float, read_ms: float) -> bool:
-    """Does the head of `best` save more time over `without` than it takes to read the prompt first?
+    """Does the head of `best` save more time over `without` made faster by CAUTION than it takes to read the prompt?
 
     share: the share of steps so far, this one included, that would have used the head, taken to stay the same. tokens:
     how many the batch still gains; read_ms: to read the prompt.
     """
-    saved = best.tokens / without.rate - best.ms
+    saved = best.tokens / ((1 + CAUTION) * without.rate) - best.ms
     steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
     return share * steps * saved >= read_ms
 

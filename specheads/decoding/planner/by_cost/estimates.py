@@ -15,6 +15,7 @@ PRIOR_WEIGHT = 4.0  # trials that the prior counts as
 # Buckets by the length of the match that precedes a copied token: the shortest length of each, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
+SAMPLED_SHARE = 0.85  # of a head's drafts that are right in greedy text, how many are where tokens are sampled
 _DECAY = 1 - 1 / MEMORY
 
 
@@ -36,6 +37,11 @@ class Share:
 
     def mean(self, assumed: float) -> float:
         return (self.hits + PRIOR_WEIGHT * assumed) / (self.trials + PRIOR_WEIGHT)
+
+
+def if_sampled(assumed: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What a head is expected to get right, by depth and rank, of sampled tokens, given the same of greedy ones."""
+    return [[SAMPLED_SHARE * share for share in ranks] for ranks in assumed]
 
 
 class HeadEstimate:

@@ -16,8 +16,7 @@ import typer
 
 from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
 from specheads_cli.app import DEBUG, OFF, Stopped, app, flags
-
-_CLIENTS = ("httpx", "httpx2")  # HTTP clients of the hub; their connection errors are not OSErrors
+from specheads_cli.errors import report, say
 
 __all__ = [
     "app",
@@ -46,21 +45,12 @@ def run(args: Sequence[str] | None = None) -> int:
         print(f"specheads: stopped {stopped}".rstrip(), file=sys.stderr)
         return 130
     except typer.TyperException as error:
-        message = error.format_message()
+        say("specheads", error.format_message())
+        return 2
     except Exception as error:
-        broken = type(error).__module__.partition(".")[0] in _CLIENTS
-        if not broken and not isinstance(error, ValueError | OSError | ImportError):
-            raise
         if "--debug" in given or os.environ.get(DEBUG, "").lower() not in OFF:
             raise
-        if isinstance(error, OSError) and error.filename:
-            message = f"{error.strerror}: {error.filename}"
-        elif broken:
-            message = f"the connection to the hub broke ({error}); start the command again"
-        else:  # `said` is OptionError's; its module is not imported here, to keep --help fast
-            message = error.said(*flags(given)) if hasattr(error, "said") else str(error)
-    print(f"specheads: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+        return report(error, "specheads", *flags(given))
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -51,15 +51,11 @@ def features(
     """
     file = find_recipe(recipe, "train")
     from specheads.cli.commands import features as command
-    from specheads.training.distributed.launch import LaunchError
 
-    try:
-        saved = command.run(
-            file, overrides or [], output, taps=taps, yes=yes, dtype=dtype, teacher_probs=teacher_probs,
-            batch_size=batch_size, shard_mb=shard_mb,
-        )  # fmt: skip
-    except LaunchError as error:
-        raise ValueError(str(error)) from error
+    saved = command.run(
+        file, overrides or [], output, taps=taps, yes=yes, dtype=dtype, teacher_probs=teacher_probs,
+        batch_size=batch_size, shard_mb=shard_mb,
+    )  # fmt: skip
     if as_json:
         emit({**asdict(saved), "folder": str(saved.folder)})
     else:

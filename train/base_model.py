@@ -27,20 +27,22 @@ from transformers import HfArgumentParser
 
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.run import train
+from specheads_cli.errors import report
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults, and the docstring above verbatim."""
 
 
-def main() -> None:
+def main() -> int:
     parser = HfArgumentParser([Options], description=__doc__, formatter_class=HelpFormatter)  # type: ignore[list-item]
     try:
         (options,) = parser.parse_args_into_dataclasses()
         train(options)
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    except Exception as error:
+        return report(error, "train/base_model.py")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

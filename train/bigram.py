@@ -27,6 +27,7 @@ from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.hub import hub_options
 from specheads.models.base.loading import load_tokenizer
 from specheads_cli.app import refuse_folder
+from specheads_cli.errors import report
 
 
 @dataclass
@@ -68,9 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         vocab_size = AutoConfig.from_pretrained(options.base, **hub).get_text_config(decoder=True).vocab_size
         table = count_bigrams(token_rows(options, load_tokenizer(options.base, **hub)), vocab_size)
         save_bigrams(table, options.output)
-    except (ValueError, OSError) as error:
-        print(f"train/bigram.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return report(error, "train/bigram.py")
     known = sum(follower > 0 for follower in table)
     print(f"saved {options.output}: a follower for {known} of {vocab_size} tokens")
     return 0

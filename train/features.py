@@ -18,9 +18,9 @@ from pathlib import Path
 from accelerate import PartialState
 
 from specheads.cli.commands.features import run, summary
-from specheads.options import OptionError
-from specheads.training.distributed.launch import LaunchError, wait_for_all
+from specheads.training.distributed.launch import wait_for_all
 from specheads.training.features.plan import DTYPES, SaveOptions
+from specheads_cli.errors import report
 from specheads_cli.shipped import find_recipe
 
 
@@ -44,10 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         saved = run(
             find_recipe(options.pop("recipe"), "train"), options.pop("overrides"), options.pop("output"), **options
         )
-    except (ValueError, OSError, LaunchError, ImportError) as error:
-        said = error.said({name: f"--{name}" for name in flags}) if isinstance(error, OptionError) else str(error)
-        print(f"train/features.py: {' '.join(said.split())}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return report(error, "train/features.py", {name: f"--{name}" for name in flags})
     if PartialState().is_main_process:
         print(summary(saved))
     wait_for_all(PartialState())

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from specheads.cli.commands import train as command
 from specheads.training.distributed.launch import KINDS
+from specheads_cli.errors import report
 from specheads_cli.shipped import find_recipe
 
 
@@ -51,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             processes=options.processes, distributed=options.distributed, device=options.device
         )
         return command.run(recipe, options.overrides, "train/heads.py")
-    except (ValueError, OSError, ImportError) as error:
-        print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return report(error, "train/heads.py")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from transformers import HfArgumentParser
 
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.run import run
+from specheads_cli.errors import report
 
 
 class _Parser(HfArgumentParser):
@@ -53,9 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         (options,) = parser.parse_args_into_dataclasses(None if arguments is None else list(arguments))
         run(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"train/self_distill.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return report(error, "train/self_distill.py")
     return 0
 
 

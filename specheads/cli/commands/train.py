@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.training.distributed.launch import LaunchConfig, LaunchError, wait_for_all
+from specheads.training.distributed.launch import LaunchConfig, wait_for_all
 from specheads.training.errors import TrainingError, TrainingStopped
 from specheads.training.estimate import estimate
 from specheads.training.parity import ParityError
@@ -47,8 +47,6 @@ def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = Fa
     """
     try:
         prepared = prepare(read_recipe(recipe, overrides))
-    except LaunchError as error:
-        raise ValueError(str(error)) from error
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: stopped before the first step; nothing was saved", file=sys.stderr)

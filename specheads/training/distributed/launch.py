@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 SHARDED = tuple(kind for kind, parts in KINDS.items() if "weights" in parts)  # no process has the whole model
 
 
-class LaunchError(RuntimeError):
+class LaunchError(ValueError):
     """The running processes are not those that were asked for."""
 
 

@@ -220,6 +220,22 @@ def test_a_head_that_was_idle_drafts_after_a_prompt_that_took_a_row_as_alone(hea
         assert len(common) > 2 and all(known[text] == alone[text] for text in common)
 
 
+def test_an_idle_head_reads_on_beside_a_row_that_ended_with_the_others_and_got_no_prompt(heads):
+    """The last step of such rows drafts nothing, so the drafter is not called. The head reads at the 11th call, which
+    is the first after the third prompt took a row."""
+
+    class Silent(Alternating):
+        def propose(self, context, sampler, plan):
+            super().propose(context, sampler, plan)
+            return DraftTree.root_only(context.root)
+
+    model, prompts = heads["eagle3"], [[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]]
+    options = {"max_new_tokens": 12, "eos_token_id": 97, "do_sample": False}
+    alone = [model.base.generate(torch.tensor([ids]), **options)[0].tolist() for ids in prompts]
+    texts = specheads.generate_many(model.base, prompts, batch_size=2, **options, draft=Silent(model.head, 11))
+    assert [[*text.prompt, *text.tokens] for text in texts] == alone
+
+
 def test_copies_take_the_place_of_a_tree_where_there_are_some():
     tree = DraftTree(torch.tensor([[1, 2, 3], [1, 4, 5]]), torch.tensor([[-1, 0, 0], [-1, 0, 0]]), 1)
     both = overlay(tree, torch.tensor([[1, 9, 8, 1], [1, 1, 1, 1]]), torch.tensor([2, 0]))

@@ -43,13 +43,15 @@ class UnreadPositions:
     _parts: list[_Part] = field(default_factory=list)
 
     def add(self, context: Context) -> None:
-        """Add the positions of one step; every step must be added."""
+        """Add the positions of one step. Every step must be added, except one with which all rows ended: of a row that
+        then gets no prompt, that step's positions are lost, and nothing is drafted for it again."""
         if not self.known:
             self.read = self.known = [0] * len(context.history)
         before, self.known = self.known, [len(row) - 1 for row in context.history]
-        counts = [now - then for now, then in zip(self.known, before, strict=True)]
+        width = context.features.shape[1]
+        counts = [min(now - then, width) for now, then in zip(self.known, before, strict=True)]
         self._parts.append(_Part(context.features, context.following, counts))
-        self.columns += context.features.shape[1]
+        self.columns += width
 
     @property
     def has_read(self) -> bool:

@@ -243,6 +243,15 @@ def test_a_base_s_own_penalties_change_neither_the_text_nor_a_lossless_rule_s_di
     assert recorded_texts == [text for batch in texts[:2] for text in batch]
 
 
+@pytest.mark.parametrize("lossy", [("--accept", "topn"), ("--temperature", "0.8")])
+def test_settings_that_cannot_be_replayed_are_refused_before_the_target_is_recorded(shipped, tmp_path, capsys, lossy):
+    words = ("--base", shipped / "base", "--drafter", "lookup", "--task", "prompts", "--num-prompts", 1)
+    path = tmp_path / "record.json"
+    code, _, err = program(capsys, "sweep", *words, *lossy, "--out", tmp_path / "r", "--record", path)
+    assert code == 2 and "a record replays greedy text under the exact rule" in err
+    assert not path.exists()
+
+
 def test_a_greedy_text_s_distance_is_the_log_ratio_to_the_argmax_and_a_sampled_one_s_has_mean_0():
     base = tiny_llama()
     prompts, texts = [[5, 6, 7], [9]], [[11, 12], [3, 4, 5, 90]]

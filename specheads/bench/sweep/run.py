@@ -106,7 +106,11 @@ def run(
 
 def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: str, tell: Report) -> list[Row]:
     """As `run`, but each setting that drafts is replayed against the record in `path`, which is first generated with
-    the target if it is missing."""
+    the target if it is missing. ValueError, before anything is loaded, for settings that cannot be replayed."""
+    settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]
+    for setting in settings:
+        if setting.accept != "exact" or setting.temperature:
+            raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")
     bench = Bench(sweep, dtype, device)
     task = _task(sweep, bench)
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
@@ -121,7 +125,6 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
             yield setting, replay(bench, known, setting, prompts)
 
     common = common_of(bench, sweep, task) + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]
     with Results(folder / RESULTS) as results:
         return complete(results, settings, common, here, tell)
 

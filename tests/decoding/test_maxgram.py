@@ -84,7 +84,7 @@ def test_a_saved_table_is_a_json_list_that_loads_again(tmp_path):
         ("[1, 2, -1]", "has -1 at index 2"),
         ("[1, 2, 1.5]", "has 1.5 at index 2"),
         ("[1, true, 0]", "has True at index 1"),
-        ('{"a": 1}', "is a dict: expected a list of 3 ids"),
+        ('{"a": 1}', "is a dict: expected a list, one id for each id"),
         ("[1, 2", "is not JSON"),
     ],
 )

@@ -39,7 +39,7 @@ PADDING = 0.01
 def check_bigrams(table: Any, vocab_size: int, name: str = "the bigram table") -> None:
     """ValueError unless the table has one id of the vocabulary for each id of the vocabulary, padding aside."""
     if not isinstance(table, (list, tuple)):
-        raise ValueError(f"{name} is a {type(table).__name__}: expected a list of {vocab_size} ids")
+        raise ValueError(f"{name} is a {type(table).__name__}: expected a list, one id for each id of the vocabulary")
     if not (1 - PADDING) * vocab_size <= len(table) <= vocab_size:
         raise ValueError(
             f"{name} has {len(table)} entries, but the vocabulary {vocab_size} ids: make one for this model with "

@@ -54,7 +54,7 @@ def adapt(processors: Iterable[Any]) -> list[Any]:
         if isinstance(processor, REFUSED):
             raise ValueError(
                 f"{type(processor).__name__} keeps state between tokens and cannot judge drafts; "
-                "generate with the base model itself: model.base.generate(...)"
+                "call the base model's own generate() for it"
             )
         if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
             result.append(AllowedTokens(processor))

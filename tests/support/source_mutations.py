@@ -21,6 +21,7 @@ class Mutation:
 M = Mutation
 ROWS = "data/test_rows.py"
 AUTO = "decoding/test_auto_drafter.py"
+UNREAD = "decoding/test_unread_positions.py"
 BLOCK = "decoding/test_block.py"
 BY_COST = "decoding/test_planning_by_cost.py"
 CACHE = "decoding/test_cache.py"
@@ -270,7 +271,7 @@ MUTATIONS = (
     M("head as right in sampled text as in greedy text", "decoding.drafters.auto:_Run.__init__",
       "if context.sampled else", "if False else", AUTO, "less_often"),
     M("row that ended with the others counted past its step", "decoding.drafters.unread:UnreadPositions.add",
-      "min(now - then, width)", "now - then", AUTO, "ended_with_the_others"),
+      "min(now - then, width)", "now - then", UNREAD, "ended_with_the_others"),
     M("copies of another row's acceptance", "decoding.planner.by_cost.step_planner:StepPlanner._best",
       "self.copied[b].gains", "self.copied[0].gains", AUTO, "own_row"),
     M("copied tokens of one length for all", "decoding.planner.by_cost.estimates:CopyEstimate.gains",
@@ -302,9 +303,9 @@ MUTATIONS = (
     M("copies over every row", "decoding.drafters.overlay:overlay",
       "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "take_the_place"),
     M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",
-      "[row[-width:] for", "[row[-width:-1] for", AUTO, "idle"),
+      "[row[-width:] for", "[row[-width:-1] for", UNREAD, "idle"),
     M("refilled row that keeps what the old text missed", "decoding.drafters.unread:UnreadPositions.refill",
-      "0 if row in lengths else count", "count", AUTO, "took_a_row"),
+      "0 if row in lengths else count", "count", UNREAD, "took_a_row"),
     M("changed states taken for whole", "training.features.cache:FeatureCache._is_saved",
       "mark ^ _SAVED != self._checksum(row)", "False", "training/test_feature_cache.py", "changed_on_disk"),
     M("batch read with a row that is not saved", "training.features.cache:FeatureCache.holds",

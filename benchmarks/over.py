@@ -1,6 +1,6 @@
 """Compares all decoders of a `specheads bench` run with one other than its reference, from its record.
 
-    python benchmarks/over.py docs/benchmarks/openvino openvino:5:runs/published
+    python benchmarks/over.py runs/bench openvino:5:runs/published
 
 Speed by prompt set, batch size and temperature, with 95 % intervals by resampling that run's prompt batches, which all
 decoders ran in turn. Prints a table; measures nothing.

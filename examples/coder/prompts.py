@@ -1,6 +1,6 @@
 """Prompts for a small coding model: tasks made from Python source at hand, school mathematics, and everyday questions.
 
-python examples/coder/prompts.py --output prompts.jsonl --math gsm8k_train.jsonl --exclude humaneval.jsonl gsm8k_test.jsonl
+python examples/coder/prompts.py --output prompts.jsonl --math gsm8k_train.jsonl --exclude human_eval.jsonl
 
 Each line is {"messages": [...]}: the user's messages, one or two, for train/self_distill.py to have answered by the
 model itself. Functions come from the standard library (PSF licence) and from installed packages whose licence permits
@@ -26,9 +26,9 @@ from specheads.data.corpus import read_text, stdlib_files
 
 PACKAGES = {  # installed beside this toolkit: BSD, MIT, PSF or Apache
     "accelerate", "click", "cycler", "datasets", "dill", "filelock", "fontTools", "fsspec", "httpcore2", "httpx2",
-    "huggingface_hub", "idna", "jinja2", "kiwisolver", "markdown_it", "matplotlib", "mpmath", "multiprocess", "networkx",
-    "numpy", "openai", "packaging", "pandas", "peft", "pip", "psutil", "pydantic", "pygments", "pyparsing", "rich",
-    "setuptools", "sympy", "torch", "tqdm", "transformers", "typer", "xxhash", "yaml",
+    "huggingface_hub", "idna", "jinja2", "kiwisolver", "markdown_it", "matplotlib", "mpmath", "multiprocess",
+    "networkx", "numpy", "openai", "packaging", "pandas", "peft", "pip", "psutil", "pydantic", "pygments",
+    "pyparsing", "rich", "setuptools", "sympy", "torch", "tqdm", "transformers", "typer", "xxhash", "yaml",
 }  # fmt: skip
 
 CODE_TASKS = {  # task: (weight, wordings); {code} the whole function, {stub} its head and docstring, {what} its purpose
@@ -68,7 +68,8 @@ CHAT_WORDINGS = {
     "What are common mistakes when {}?": "doing", "Give me a step by step plan for {}.": "doing",
     "Make a table that compares {}.": "pair", "What is the difference between {}?": "pair",
     "You are {}. Introduce yourself and answer questions from the audience.": "role",
-    "Describe a typical day of {}.": "role", "List ten facts about {}.": "idea", "What should I know before {}?": "doing",
+    "Describe a typical day of {}.": "role", "List ten facts about {}.": "idea",
+    "What should I know before {}?": "doing",
     "Write a dialogue between {} and a curious student.": "role", "Write a product description for {}.": "thing",
     "Is it true that {}? Explain.": "claim", "How do I start {}? Answer in five bullet points.": "doing",
     "Which is better and when: {}?": "pair", "Write a JSON object that describes {}.": "thing",
@@ -80,51 +81,60 @@ CHAT_FOLLOW_UPS = [
     "Explain the last point in more detail.", "Summarise your answer in one sentence.", "Where can I read more?",
 ]  # fmt: skip
 TOPICS = {
-    "idea": """photosynthesis; gravity; inflation; supply and demand; a black hole; the water cycle; machine learning;
-        recursion; a hash table; public-key encryption; the French Revolution; plate tectonics; vaccines; evolution;
-        compound interest; the Doppler effect; quantum entanglement; a database index; the greenhouse effect; DNA;
-        opportunity cost; the placebo effect; a binary search tree; the Roman Empire; electricity; black-body radiation;
-        object-oriented programming; the immune system; stock markets; tides; a compiler; sleep; the Silk Road; entropy;
-        Bayes' theorem; the Pythagorean theorem; a neural network; the Renaissance; nuclear fusion; garbage collection;
-        version control; the scientific method; cognitive bias; the big bang; antibiotics; game theory; a blockchain;
-        the Cold War; prime numbers; ocean currents; natural language processing; an operating system; volcanoes;
-        dynamic programming; the nervous system; an eclipse; democracy; carbon dating; a transistor; probability;
-        the theory of relativity; the carbon cycle; a web server; the printing press; concurrency; a fractal; memory;
-        supply chains; the Internet; rainbows; linear regression; HTTP caching; unit testing; a mutex; recursion depth;
-        big-O notation; microservices; regular expressions; functional programming; a REST API; Unicode; SQL joins""",
+    "idea": """photosynthesis; gravity; inflation; supply and demand; a black hole; the water cycle; machine
+        learning; recursion; a hash table; public-key encryption; the French Revolution; plate tectonics;
+        vaccines; evolution; compound interest; the Doppler effect; quantum entanglement; a database index;
+        the greenhouse effect; DNA; opportunity cost; the placebo effect; a binary search tree; the Roman
+        Empire; electricity; black-body radiation; object-oriented programming; the immune system; stock
+        markets; tides; a compiler; sleep; the Silk Road; entropy; Bayes' theorem; the Pythagorean theorem;
+        a neural network; the Renaissance; nuclear fusion; garbage collection; version control; the
+        scientific method; cognitive bias; the big bang; antibiotics; game theory; a blockchain; the Cold
+        War; prime numbers; ocean currents; natural language processing; an operating system; volcanoes;
+        dynamic programming; the nervous system; an eclipse; democracy; carbon dating; a transistor;
+        probability; the theory of relativity; the carbon cycle; a web server; the printing press;
+        concurrency; a fractal; memory; supply chains; the Internet; rainbows; linear regression; HTTP
+        caching; unit testing; a mutex; recursion depth; big-O notation; microservices; regular expressions;
+        functional programming; a REST API; Unicode; SQL joins""",
     "claim": """working from home; school uniforms; nuclear power; a four-day week; social media; electric cars;
-        remote learning; eating meat; space travel; free public transport; a universal basic income; zoos; homework;
-        static typing; code review; open-source software; monolithic repositories; pair programming; self-driving cars;
-        learning Latin; paper books; cash payments; standing desks; tourism; artificial sweeteners; tests before code""",
-    "thing": """a lighthouse in winter; a robot that learns to paint; an old violin; a lost letter; a coffee machine;
-        the last library on Earth; a talking cat; a solar lamp; a garden at night; a bicycle made of bamboo; a small bakery;
-        a detective who hates mysteries; a message from Mars; a mountain village; a clock that runs backwards; rain;
-        a pair of running shoes; a train journey; an astronaut's first day home; a forgotten password; a notebook;
-        a dragon afraid of fire; autumn; a chess match; a waterproof backpack; a bug that nobody could reproduce; a fox""",
-    "mail": """my landlord about a broken heater; a client whose order is late; a professor to ask for an extension;
-        a colleague to thank them for their help; a shop to return a jacket; a team about a change of plans;
-        a company to apply for an internship; a neighbour about noise; a friend to invite them to a birthday party;
-        a manager to ask for feedback; a customer who found a bug; a conference to withdraw a talk; my bank about a fee;
-        a hotel to change a booking; parents about a school trip; a supplier to ask for a discount; new members of a club""",
+        remote learning; eating meat; space travel; free public transport; a universal basic income; zoos;
+        homework; static typing; code review; open-source software; monolithic repositories; pair
+        programming; self-driving cars; learning Latin; paper books; cash payments; standing desks; tourism;
+        artificial sweeteners; tests before code""",
+    "thing": """a lighthouse in winter; a robot that learns to paint; an old violin; a lost letter; a coffee
+        machine; the last library on Earth; a talking cat; a solar lamp; a garden at night; a bicycle made
+        of bamboo; a small bakery; a detective who hates mysteries; a message from Mars; a mountain village;
+        a clock that runs backwards; rain; a pair of running shoes; a train journey; an astronaut's first
+        day home; a forgotten password; a notebook; a dragon afraid of fire; autumn; a chess match; a
+        waterproof backpack; a bug that nobody could reproduce; a fox""",
+    "mail": """my landlord about a broken heater; a client whose order is late; a professor to ask for an
+        extension; a colleague to thank them for their help; a shop to return a jacket; a team about a
+        change of plans; a company to apply for an internship; a neighbour about noise; a friend to invite
+        them to a birthday party; a manager to ask for feedback; a customer who found a bug; a conference to
+        withdraw a talk; my bank about a fee; a hotel to change a booking; parents about a school trip; a
+        supplier to ask for a discount; new members of a club""",
     "doing": """learning to cook; moving to another country; starting a vegetable garden; writing a first novel;
-        running a marathon; debugging a slow program; preparing for a job interview; adopting a dog; learning the guitar;
-        migrating a database; buying a used car; giving a talk; designing a logo; saving money; photographing birds;
-        writing unit tests; deploying a web application; planning a wedding; learning a language; building a computer;
-        refactoring old code; hiking in winter; brewing coffee; meditating; teaching children to swim; writing a paper;
-        naming variables; backing up files; organising a small conference; reading scientific articles; baking bread""",
-    "pair": """TCP and UDP; a list and a tuple; tea and coffee; Python and Java; cats and dogs; threads and processes;
-        a virus and a bacterium; SQL and NoSQL databases; trains and planes; a stack and a queue; mitosis and meiosis;
-        a crocodile and an alligator; Git merge and rebase; renting and buying a home; depth-first and breadth-first search;
-        a cappuccino and a latte; speed and velocity; JSON and XML; weather and climate; an abstract class and an interface;
-        watercolours and oil paint; HTTP and HTTPS; running and cycling; mean and median; butter and margarine;
-        shallow and deep copies; a lease and a loan; compiled and interpreted languages; stars and planets; UDP and QUIC""",
-    "role": """a sea captain; a beekeeper; a medieval baker; a chess grandmaster; a nurse on the night shift; a botanist;
-        a software engineer at a small company; a Roman senator; a firefighter; a Mars rover operator; a violin maker;
-        a detective; a primary school teacher; a polar explorer; a sports reporter; a goalkeeper; a museum guide; a judge;
-        a data scientist; a train driver; a translator; a volcano researcher; a carpenter; an orchestra conductor""",
+        running a marathon; debugging a slow program; preparing for a job interview; adopting a dog;
+        learning the guitar; migrating a database; buying a used car; giving a talk; designing a logo;
+        saving money; photographing birds; writing unit tests; deploying a web application; planning a
+        wedding; learning a language; building a computer; refactoring old code; hiking in winter; brewing
+        coffee; meditating; teaching children to swim; writing a paper; naming variables; backing up files;
+        organising a small conference; reading scientific articles; baking bread""",
+    "pair": """TCP and UDP; a list and a tuple; tea and coffee; Python and Java; cats and dogs; threads and
+        processes; a virus and a bacterium; SQL and NoSQL databases; trains and planes; a stack and a queue;
+        mitosis and meiosis; a crocodile and an alligator; Git merge and rebase; renting and buying a home;
+        depth-first and breadth-first search; a cappuccino and a latte; speed and velocity; JSON and XML;
+        weather and climate; an abstract class and an interface; watercolours and oil paint; HTTP and HTTPS;
+        running and cycling; mean and median; butter and margarine; shallow and deep copies; a lease and a
+        loan; compiled and interpreted languages; stars and planets; UDP and QUIC""",
+    "role": """a sea captain; a beekeeper; a medieval baker; a chess grandmaster; a nurse on the night shift; a
+        botanist; a software engineer at a small company; a Roman senator; a firefighter; a Mars rover
+        operator; a violin maker; a detective; a primary school teacher; a polar explorer; a sports
+        reporter; a goalkeeper; a museum guide; a judge; a data scientist; a train driver; a translator; a
+        volcano researcher; a carpenter; an orchestra conductor""",
 }  # fmt: skip
 _SWAPS = [("<", "<="), ("<=", "<"), (">", ">="), ("==", "!="), (" + 1", ""), (" - 1", ""), (" and ", " or "),
-          (" not ", " "), ("[0]", "[1]"), ("True", "False"), ("min(", "max("), ("+=", "-="), ("return ", "yield ")]  # fmt: skip
+          (" not ", " "), ("[0]", "[1]"), ("True", "False"), ("min(", "max("), ("+=", "-="),
+          ("return ", "yield ")]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -248,13 +258,7 @@ def strings(value: object) -> Iterator[str]:
 
 
 def excluded(paths: Iterable[str], size: int) -> set[tuple[str, ...]]:
-    return {
-        gram
-        for path in paths
-        for row in rows(path)
-        for text in strings(row)
-        for gram in ngrams(text, size)
-    }
+    return {gram for path in paths for row in rows(path) for text in strings(row) for gram in ngrams(text, size)}
 
 
 def main() -> None:

@@ -177,7 +177,6 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
 
     monkeypatch.setattr(step_planner, "choose", fickle)
     monkeypatch.setattr(auto, "make_menu", partial(auto.make_menu, compiled=True))
-    monkeypatch.setattr(step_planner.Surplus, "pays", False)
     monkeypatch.setattr(AutoDrafter, "menu", lambda self, table, rows, **_: auto.make_menu(
         table.for_rows(rows), rows, ((0.6, 0.2),), 3, head=True))  # fmt: skip
     steps = []

@@ -5,22 +5,18 @@ import math
 import random
 
 import pytest
-import torch
 
-from specheads.decoding.planner import ChildLogits, StaticTree, chain
+from specheads.decoding.planner import StaticTree, chain
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
 from specheads.decoding.planner.by_cost.choice import CAUTION, LUCK, Choice, Worth, choose, probe_is_due, reading_pays
-from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.estimates import (
     COPY_BUCKETS,
     COPY_SHARES,
-    Calibration,
     CopyEstimate,
     HeadEstimate,
 )
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, make_menu
 from specheads.decoding.planner.static import likeliest_tree
-from specheads.decoding.probs.sampler import Sampler
 from tests.support.auto_costs import RANKS, costs
 
 
@@ -285,48 +281,3 @@ def test_estimates_follow_the_tokens():
     for _ in range(50):
         copies.add(8, hit=False)
     assert copies.gains(8, 3)[1] < before[1] / 2 and copies.gains(1, 1) == shortest, "other lengths"
-    calibration = Calibration()
-    assert calibration(0.9) == pytest.approx(0.9)
-    for _ in range(100):
-        calibration.add(0.9, hit=False)
-    assert calibration(0.9) < 0.15 and calibration(0.2) == pytest.approx(0.2)
-
-
-def grown(per_node, level, width, depth=4, q=(0.7, 0.2, 0.1)):
-    """A cost-aware tree over a draft that gives every node the same distribution, and how often it was expanded."""
-    own, calls = costs(per_node, level=level), []
-    logits = torch.tensor(q).log()
-
-    def expand(tokens, parents):
-        calls.append(tokens.shape[1])
-        return ChildLogits(logits.expand(*tokens.shape, -1))
-
-    plan = CostAwareTree(
-        tuple(range(1, 16)), depth, width, width, lambda n, levels: own.step(1, n, 0) + own.draft(1, levels, 1),
-        lambda share: share, (0.7,) * depth, lambda gains: 1 + sum(gains),
-    )  # fmt: skip
-    tree = plan.grow(torch.tensor([1]), expand, Sampler(), len(q))
-    return tree, calls, plan
-
-
-def test_a_cost_aware_tree_stops_where_more_does_not_pay():
-    chance = [0.7**n for n in range(5)]
-    for per_node, level in ((0.1, 0.1), (1.0, 0.5), (2.0, 2.0), (6.0, 1.0)):
-        tree, calls, plan = grown(per_node, level, 1)
-        rates = {n: sum(chance[: n + 1]) / (4 + n * per_node + 0.5 + max(0, n - 1) * level) for n in range(5)}
-        best = max(rates, key=rates.get)
-        assert tree.num_nodes - 1 <= best <= len(calls) and tree.num_nodes - 1 >= min(best, len(calls))
-        assert len(calls) == max(1, best) and plan.levels == (1,) * (len(calls) - 1)
-    dear, cheap = grown(6.0, 1.0, 1)[0], grown(0.1, 0.1, 1)[0]
-    assert dear.num_nodes == 1 and cheap.num_nodes == 5
-
-
-def test_a_cost_aware_tree_keeps_the_likeliest_nodes_with_their_parents():
-    tree, _, plan = grown(0.2, 0.2, 2)
-    (candidates,) = plan.grown
-    kept = sorted(candidates.chances, reverse=True)[: tree.num_nodes - 1]
-    chances = [1.0]
-    for slot in range(1, tree.num_nodes):
-        token = tree.tokens[0, slot].item()
-        chances.append(chances[tree.parents[0, slot].item()] * (0.7, 0.2, 0.1)[token])
-    assert sorted(chances[1:], reverse=True) == pytest.approx(kept) and tree.num_nodes > 4

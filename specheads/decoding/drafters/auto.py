@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from transformers.utils import logging
@@ -20,16 +20,10 @@ from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, r
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost.choice import Choice
-from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
 from specheads.decoding.planner.by_cost.estimates import if_sampled
 from specheads.decoding.planner.by_cost.shapes import CHAINS, COMPILED_SIZES, LARGEST, Menu, Shape, make_menu
-from specheads.decoding.planner.by_cost.step_planner import (
-    TREE_DEPTH,
-    TREE_WIDTH,
-    StepPlanner,
-    StepState,
-)
+from specheads.decoding.planner.by_cost.step_planner import StepPlanner, StepState
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import ASSUMED_RANKS
 from specheads.decoding.probs.sampler import Sampler
@@ -150,7 +144,7 @@ class _Run:
         assumed = if_sampled(assumed) if context.sampled else assumed
         self.planner = StepPlanner(table.for_rows(self.rows), menu, assumed, self.rows)
         self.unread = UnreadPositions()
-        self.slots = max(menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else TREE_WIDTH * TREE_DEPTH)
+        self.slots = max(menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else 0)
         self.lengths: list[int] = []
         self.planned: list[int] = []
         self.copies: list[tuple[int, list[int]]] = []
@@ -226,15 +220,8 @@ class _Run:
 
     def _propose_with_head(self, context: Context, sampler: Sampler, shape: Shape, choice: Choice) -> DraftTree:
         assert self.head is not None
-        drafter, plan = self.head, cast(Plan, shape.tree)
-        if any(choice.copies):
-            drafter = self._with_copies(context, choice)
-        elif not self.compiled:
-            plan = self.planner.cost_aware_tree(shape) or plan
-        tree = self.unread.propose(drafter, context, sampler, ReserveSlots(plan, self.slots))
-        if isinstance(plan, CostAwareTree):
-            self.planner.note_grown(plan, tree.num_nodes)
-        return tree
+        drafter = self._with_copies(context, choice) if any(choice.copies) else self.head
+        return self.unread.propose(drafter, context, sampler, ReserveSlots(shape.tree, self.slots))
 
     def _leave_head_idle(self, context: Context) -> None:
         if self.head is not None and self.unread.columns > MOST_UNREAD:

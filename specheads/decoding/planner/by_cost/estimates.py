@@ -148,25 +148,3 @@ class CopyEstimate:
         """Entry n: the expected accepted tokens of the first n ≤ count copied after a match of this length."""
         chances = islice(chain(self.means[match:], repeat(self.means[-1])), count)
         return [0.0, *accumulate(accumulate(chances, mul))]
-
-
-class Calibration:
-    """The share of drafts accepted, by the drafter's own probability or confidence."""
-
-    BINS = 8
-
-    def __init__(self) -> None:
-        self.shares = [Share() for _ in range(self.BINS)]
-
-    def add(self, confidence: float, hit: bool) -> None:
-        self.shares[self._bin(confidence)].add(hit)
-
-    def __call__(self, confidence: float) -> float:
-        """The observed acceptance at this confidence, with the confidence itself as the prior."""
-        share = self.shares[self._bin(confidence)]
-        return min(1.0, share.mean(confidence))
-
-    def _bin(self, confidence: float) -> int:
-        if confidence != confidence:  # a head whose weights are not finite may say NaN
-            return 0
-        return min(self.BINS - 1, max(0, int(confidence * self.BINS)))

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due, reading_pays
-from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.curves import StepCosts
-from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
-from specheads.decoding.planner.by_cost.feedback import Surplus, learn_grown, learn_static
+from specheads.decoding.planner.by_cost.estimates import CopyEstimate, HeadEstimate
 from specheads.decoding.planner.by_cost.shapes import CHAINS, Menu, Shape
 
-TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, where trees pay (else it is a chain); its beams are as many
 REST_AFTER, MOST_REST = 4, 7  # after 4 plans in a row without a draft, 1 step goes unplanned, then 2, … up to 7
 PACE = 1 / 16  # the newest step's weight in the moving average of a row's tokens per step
 NO_COPY: tuple[int, list[int]] = (0, [])
@@ -46,11 +43,9 @@ class StepPlanner:
     """Plans the steps of one batch.
 
     heads, copied, pace: by row, how the head's drafts and copies were accepted, and the tokens per step gained lately.
-    calibration, surplus: of cost-aware trees. choice: the last, made for `state`; worth: values that step's tokens;
-    grown: its tree if it was cost-aware, and what a static one promised for the same time. idle: steps since the head
-    drafted. wanted: steps, before the head has read the prompt, in which it would have been best but for reading.
-    fruitless: consecutive plans that drafted nothing. rest: steps still to leave unplanned; rested: steps left
-    unplanned since the last plan.
+    choice: the last, made for `state`; worth: values that step's tokens. idle: steps since the head drafted. wanted:
+    steps, before the head has read the prompt, in which it would have been best but for reading. fruitless: consecutive
+    plans that drafted nothing. rest: steps still to leave unplanned; rested: steps left unplanned since the last plan.
     """
 
     def __init__(self, costs: StepCosts, menu: Menu, assumed: Sequence[Sequence[float]], rows: int) -> None:
@@ -59,11 +54,9 @@ class StepPlanner:
         self.heads = [self._head_estimate() for _ in range(rows)]
         self.copied = [CopyEstimate() for _ in range(rows)]
         self.pace = [1.0] * rows
-        self.calibration, self.surplus = Calibration(), Surplus()
         self.idle = self.wanted = self.fruitless = self.rest = self.rested = 0
         self.state: StepState | None = None
         self.choice: Choice | None = None
-        self.grown: tuple[CostAwareTree, float] | None = None
         self.worth = Worth(rows)
 
     def _head_estimate(self) -> HeadEstimate:
@@ -80,7 +73,7 @@ class StepPlanner:
 
     def choose(self, state: StepState) -> Choice:
         """The draft of the next step, unless it `rests`."""
-        self.state, self.grown = state, None
+        self.state = state
         self.choice = self._best(state)
         self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
         self.rest = min(max(0, self.fruitless - REST_AFTER + 1), MOST_REST)
@@ -121,31 +114,6 @@ class StepPlanner:
         copies = tuple(left > 0 and next(taken) for left in state.remaining)
         return Choice(best.shape, best.nodes, copies, best.tokens, best.ms)
 
-    def cost_aware_tree(self, shape: Shape) -> CostAwareTree | None:
-        """The tree to grow instead of the shape that was chosen last; None if such trees have not paid."""
-        if not self.surplus.pays:
-            return None
-        assert self.state is not None
-        state, depth, width = self.state, self.state.menu.depth, 1
-        if not shape.is_chain:
-            depth, width = min(depth, TREE_DEPTH), TREE_WIDTH
-        runs = [left > 0 for left in state.remaining]
-        means = [row.means for row, running in zip(self.heads, runs, strict=True) if running]
-
-        def time(nodes: int, levels: tuple[int, ...]) -> float:
-            return self.costs.step(self.rows, nodes, state.bound) + self.costs.draft(self.rows, levels, state.unread)
-
-        return CostAwareTree(
-            state.menu.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
-            next_share=[sum(shares) / len(means) for shares in zip(*means, strict=True)],
-            worth=lambda gains: self.worth([gain for gain, running in zip(gains, runs, strict=True) if running]),
-        )  # fmt: skip
-
-    def note_grown(self, tree: CostAwareTree, nodes: int) -> None:
-        """Note that the chosen step drafts this tree, of so many nodes."""
-        assert self.choice is not None
-        self.grown = tree, self.choice.rate * tree.time(nodes, tree.levels)
-
     def learn(self, gained: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> None:
         """Compare the last planned drafts with the text that followed. gained: by row, its tokens since then; ranks: by
         row, the sibling ranks of the accepted drafts."""
@@ -160,13 +128,7 @@ class StepPlanner:
                     break
             if tokens:  # in unplanned steps each running row gained one
                 self.pace[b] += (1 - (1 - PACE) ** steps) * (max(1.0, len(tokens) / steps) - self.pace[b])
-        if self.grown is not None:
-            tree, expected = self.grown
-            learn_grown(self.heads, self.calibration, tree, gained)
-            ran = [len(tokens) - 1 for tokens, left in zip(gained, self.state.remaining, strict=True) if left > 0]
-            self.surplus.add(self.worth(ran), expected)
-        elif self.choice is not None and self.choice.shape is not None:
-            self.surplus.fade()
+        if self.choice is not None and self.choice.shape is not None:
             own = [bool(tokens) and not taken for tokens, taken in zip(gained, self.choice.copies, strict=True)]
             learn_static(self.heads, self.choice.shape, ranks, own)
 
@@ -176,5 +138,21 @@ class StepPlanner:
             self.heads[row], self.copied[row], self.pace[row] = self._head_estimate(), CopyEstimate(), 1.0
             if self.state is not None:
                 self.state.copies[row] = NO_COPY
-        self.choice = self.grown = None
+        self.choice = None
         self.fruitless = self.rest = 0
+
+
+def learn_static(
+    heads: Sequence[HeadEstimate], shape: Shape, ranks: Sequence[Sequence[int]], drafted: Sequence[bool]
+) -> None:
+    """Learn from a static tree, in the rows where it was drafted: by depth, which child was accepted, if any.
+
+    ranks: the sibling ranks of each row's accepted drafts."""
+    for row, accepted, counts in zip(heads, ranks, drafted, strict=True):
+        node: tuple[int, ...] = ()
+        for depth, rank in enumerate((*accepted, None)) if counts else ():
+            children = shape.children.get(node, ())
+            if not children:
+                break
+            row.add(depth, rank, len(children))
+            node = children[rank or 0]

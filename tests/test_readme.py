@@ -1,4 +1,4 @@
-"""The README's Python blocks, run from a clone: the one that trains with fewer steps, and unchanged if slow."""
+"""The Python blocks of README and docs/decoding.md and the example that trains, run from a clone."""
 
 import re
 
@@ -15,7 +15,9 @@ README = (ROOT / "README.md").read_text("utf8")
 
 
 PYTHON = blocks(README, "python")
-SMALLER = [  # of the block that trains, a few steps
+DECODING = blocks((ROOT / "docs/decoding.md").read_text("utf8"), "python")
+TRAINING = (ROOT / "examples/train_eagle3.py").read_text("utf8")
+SMALLER = [  # of the example that trains, a few steps
     ("[:1_200_000]", "[:150_000]"), ("[:256, :32]", "[:32, :32]"), ("[:1000]", "[:16]"), ("256:1256", "256:272"),
     ("steps=25", "steps=2"), ("tokenizer, 8)", "tokenizer, 2)"),
     ('"max_new_tokens": 96, "min_new_tokens": 96', '"max_new_tokens": 96'),
@@ -30,14 +32,17 @@ def clone(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_block_that_loads_a_head_runs(clone, capsys):
-    exec(PYTHON[0], {})
-    said = capsys.readouterr().out
-    assert "def fibonacci(n):" in said and float(said.split()[-4]) > 1.5
+def test_the_blocks_decode_text_worth_reading_in_few_steps(clone, capsys):
+    made = {}
+    for block in PYTHON:
+        exec(block, made)
+    out = capsys.readouterr().out
+    lookup, head = map(float, re.findall(r"([\d.]+) tokens a step", out))
+    assert out.count("def save_config(config, path):") == 2 and head > lookup > 1
 
 
-def test_the_block_that_trains_runs_and_restores(clone, capsys):
-    block = PYTHON[1]
+def test_the_example_that_trains_runs_and_restores(clone, capsys):
+    block = TRAINING
     for written, smaller in SMALLER:
         assert block.count(written) == 1, written
         block = block.replace(written, smaller)
@@ -56,9 +61,9 @@ def test_the_block_that_trains_runs_and_restores(clone, capsys):
 
 
 @pytest.mark.slow
-def test_the_block_that_trains_runs_unchanged_and_its_drafts_are_accepted(clone, capsys):
+def test_the_example_that_trains_runs_unchanged_and_its_drafts_are_accepted(clone, capsys):
     made = {}
-    exec(PYTHON[1], made)
+    exec(TRAINING, made)
     prompts = held_out_prompts(made["tokenizer"], 4)
     lengths = []
     for prompt in prompts:
@@ -69,19 +74,19 @@ def test_the_block_that_trains_runs_unchanged_and_its_drafts_are_accepted(clone,
     assert sum(lengths) / len(lengths) > 2
 
 
-def test_the_blocks_after_them_run(clone):
-    for block in PYTHON[2:]:
+def test_the_blocks_of_the_decoding_page_run(clone):
+    for block in DECODING:
         exec(block, {})
 
 
 def test_readme_names_files_that_exist():
     links = re.findall(r"\]\(([^)#]+)\)", README)
-    commands = re.findall(r"(?:train|recipes|benchmarks|docs|checkpoints)/[\w/.-]*\w", README)
+    commands = re.findall(r"(?:train|recipes|benchmarks|docs|checkpoints|examples)/[\w/.-]*\w", README)
     assert links
     for name in {*links, *commands}:
         assert (ROOT / name).exists(), name
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", ".ci/run", "docs/LOG.md"])
-def test_the_house_is_furnished(name):
+def test_repository_files_exist(name):
     assert (ROOT / name).is_file()

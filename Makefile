@@ -1,6 +1,7 @@
 # make demo      train a head live, restore it, and race it against transformers' generate()
 # make test      the tests, with a stated sample of the large grids (those marked sampled(n): one case in n)
 # make test-all  every test: slow ones, and the large grids whole
+# make mutants   does a test notice each stated mutation of the source? An hour or more
 # Each makes its own environment in .venv first, once; PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -10,10 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint clean
+.PHONY: help install demo test test-all mutants lint clean
 
 help:
-	@sed -n '1,4s/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,5s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)
 
@@ -38,6 +39,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutate_source.py --jobs 2 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -47,11 +47,15 @@ def bench(
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="File of prompts: .jsonl with 'messages', 'turns' (Spec-Bench, MT-bench, SPEED-Bench), 'prompt' "
-            "(HumanEval) or 'text', or one prompt a line. Repeatable (default: held-out files and third-party code)."
+            help="File of prompts: .jsonl with 'messages', 'turns' (Spec-Bench, MT-bench), 'prompt' (HumanEval), "
+            "'question' (GSM8K), 'problem' (MATH) or 'text' (MBPP), or one prompt a line. Repeatable (default: "
+            "held-out files and third-party code)."
         ),
     ] = None,
     categories: Annotated[str | None, typer.Option(help="Only these categories of the files: writing,coding.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask plain prompts of files as a user's message, through the chat template.")
+    ] = False,
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts per set (default: 64, or all of a file).")
     ] = None,
@@ -79,6 +83,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; each prompt batch counts with its median.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling, and for whatever else is drawn.")] = 0,
     out: Annotated[Path, typer.Option(help="Results folder; an interrupted run resumes from it.")] = Path("runs/bench"),
+    wide: Annotated[bool, typer.Option("--wide", help="Print every column; the files always have all.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a picture; needs specheads[plots].")] = True,
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder of base/ and heads, named by their subfolders (default: shipped).")
@@ -104,6 +109,7 @@ def bench(
       specheads bench --turns steps --reference plain -d plain -d "eagle3 auto" --batch 8 --temperature 0.8
       specheads bench --peer openvino=ov/bin/python -d openvino -d openvino:5:out/eagle3 -d eagle3
       specheads bench org/model -d transformers-assisted:org/small -d model:org/small --prompts question.jsonl
+      specheads bench runs/e3 --batch 1 --temperature 0 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --chat
     """
     from specheads.bench.compare.decoder_texts import expand
     from specheads.bench.compare.prompt_sets import default_sets, sets_from
@@ -119,8 +125,9 @@ def bench(
     )
     temperatures = tuple(parse_numbers(temperature, "temperature", float) or ())
     peers = command.parse_peers(peer)
-    if categories is not None and not prompts:
-        raise ValueError("--categories chooses among those of a file; give --prompts FILE")
+    if (categories is not None or chat) and not prompts:
+        name = "--chat is for" if categories is None else "--categories chooses among"
+        raise ValueError(f"{name} the prompts of a file; give --prompts FILE")
     command.refuse_absent_peers([*(decoder or []), reference], peers)  # and bad text, before a model loads
     models, folder = command.load(model, checkpoints, base, dtype, device)
     texts = tuple(decoder or command.default_decoders(models, folder, peers))
@@ -130,7 +137,7 @@ def bench(
     )  # fmt: skip
     if prompts:
         wanted = [name.strip() for name in categories.split(",")] if categories else []
-        sets = sets_from(prompts, models.tokenizer, num_prompts, wanted)
+        sets = sets_from(prompts, models.tokenizer, num_prompts, wanted, chat=chat)
     else:
         held_out = held_out_names(Path(str(models.target.name_or_path)))
         sets = default_sets(models.tokenizer, num_prompts or 64, longest, held_out, fewest=fewest, seed=seed)
@@ -139,6 +146,6 @@ def bench(
     if as_json:
         emit(record)
     else:
-        command.show(record)
+        command.show(record, wide=wide)
     if not record["complete"]:
         raise typer.Exit(130)

@@ -1,4 +1,4 @@
-"""The stated mutations of the source: each still applies, and some of every kind are noticed. `make mutants` runs all."""
+"""The stated mutations of the source: each still applies, and some are noticed. `make mutants` runs all."""
 
 import ast
 import subprocess

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 PACKAGES = ("rich", "click", "markdown_it", "pygments", "typer", "httpx2")  # nothing here is ever trained on these
 
+QUESTIONS = ("prompt", "question", "problem", "text")  # keys of a row's question: HumanEval, GSM8K, MATH, MBPP
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -99,11 +101,12 @@ def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) ->
 
 def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) -> list[Prompt]:
     """Prompts from a .jsonl file (each line a string, or an object with `messages` or another form of chat, `turns` as
-    in Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, or `text`), or from a text file, one per line. It
-    may be gzipped. If the name does not tell, as for a pipe, the first line does: a JSON object or a plain prompt.
+    in Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, `question` as in GSM8K, `problem` as in MATH, or
+    `text` as in MBPP), or from a text file, one per line. It may be gzipped. If the name does not tell, as for a pipe,
+    the first line does: a JSON object or a plain prompt.
 
-    `messages` and `turns` are used up to the user's first turn; chat: other prompts become such a turn too. A
-    `category` is kept. OSError if the file cannot be read; ValueError, with the line, if a line cannot be used.
+    `messages` and `turns` become conversations; chat: other prompts become one of a single turn. A `category` is kept.
+    OSError if the file cannot be read; ValueError, with the line, if a line cannot be used.
     """
     prompts: list[Prompt] = []
     try:
@@ -158,11 +161,11 @@ def _asked(value: Any) -> str | Conversation:
         return conversation
     if isinstance(value, dict) and value.get("turns") is not None and value.get("prompt") is None:
         turns = value["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        if not isinstance(turns, list) or not turns or not all(isinstance(one, str) and one for one in turns):
             raise ValueError(f"turns={turns!r:.80}: expected a list of the user's questions")
-        return Conversation.from_text(turns[0])
+        return Conversation.from_messages([{"role": "user", "content": one} for one in turns])
     if isinstance(value, dict):
-        value = value["prompt"] if value.get("prompt") is not None else value.get("text")
+        value = next((value[name] for name in QUESTIONS if value.get(name) is not None), None)
     if not isinstance(value, str) or not value:
-        raise ValueError("expected a string, or an object with 'messages', 'turns', 'prompt' or 'text'")
+        raise ValueError(f"expected a string, or an object with 'messages', 'turns' or one of {', '.join(QUESTIONS)}")
     return value

@@ -13,7 +13,7 @@ from specheads.files import write_whole
 COLUMNS = ("decoder", "tokens/s", "speed-up", "95 %", "accepted length", "same text")
 
 
-def summary(result: Race, reference: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
+def summary(result: Race, reference: str) -> dict[str, dict[str, Any]]:
     """Decoder → whether it is the reference, its figures(), tokens_per_second_of_each_repeat, and whether its texts
     equal the reference's in all repeats (`identical`), or where they differ (`differs_at`)."""
     rounds = rounds_of(result, reference)
@@ -22,7 +22,7 @@ def summary(result: Race, reference: str, max_new_tokens: int) -> dict[str, dict
         differing = result.differing(name, reference)
         rows[name] = {
             "reference": name == reference,
-            **figures(rounds, name, reference, max_new_tokens),
+            **figures(rounds, name, reference),
             "tokens_per_second_of_each_repeat": result.speeds(name),
             "identical": not differing,
             "differs_at": [{"batch": i, "row": row, "token": at} for i, row, at in differing],

@@ -25,7 +25,7 @@ class Output:
 
     gains: per row the tokens gained in each step, the prefill first; parts: seconds by part of the loop; both empty if
     the decoder does not report them. seconds: by the decoder's own clock, if it runs in another process. accepted: like
-    gains, but only drafted tokens, if the decoder counts them.
+    gains, but only drafted tokens, if the decoder counts them. rows: decoded at a time, if texts are more than that.
     """
 
     tokens: list[list[int]]
@@ -34,6 +34,7 @@ class Output:
     parts: dict[str, float] = field(default_factory=dict)
     seconds: float | None = None
     accepted: list[list[int]] = field(default_factory=list)
+    rows: int | None = None
 
 
 @dataclass(slots=True)

@@ -60,7 +60,7 @@ def test_neither_the_warm_up_nor_one_slow_repeat_changes_a_speed_up():
     slow, fast = scripted(clock, [99, 4.0, 40.0, 4.4]), scripted(clock, [99, 2.0, 20.0, 1.1])
     result = race({"slow": slow, "fast": fast}, [PROMPT], repeats=3, clock=clock)
     assert result.speeds("slow") == pytest.approx([1.0, 0.1, 4 / 4.4])
-    rows = report.summary(result, "slow", 4)
+    rows = report.summary(result, "slow")
     assert rows["slow"]["tokens_per_second"] == pytest.approx(4 / 4.4) and rows["slow"]["speed_up"] == 1
     assert rows["fast"]["speed_up"] == pytest.approx(2.2)
 
@@ -68,18 +68,18 @@ def test_neither_the_warm_up_nor_one_slow_repeat_changes_a_speed_up():
 def test_speed_is_all_tokens_over_all_seconds_not_a_mean_of_speeds():
     clock = Clock()
     result = race({"one": scripted(clock, [0, 1.0, 3.0])}, [PROMPT, PROMPT], repeats=1, clock=clock)
-    assert result.speeds("one") == [report.summary(result, "one", 4)["one"]["tokens_per_second"]] == [8 / 4]
+    assert result.speeds("one") == [report.summary(result, "one")["one"]["tokens_per_second"]] == [8 / 4]
 
 
 def test_the_table_has_an_interval_for_all_but_the_reference_and_a_race_of_one_batch():
     clock = Clock()
     racers = {"slow": scripted(clock, [0, 2.0, 6.0]), "fast": scripted(clock, [0, 1.0, 3.0])}
-    rows = report.summary(race(racers, [PROMPT, PROMPT], repeats=1, clock=clock), "slow", 4)
+    rows = report.summary(race(racers, [PROMPT, PROMPT], repeats=1, clock=clock), "slow")
     lines = [dict(zip(report.COLUMNS, report.cells(name, row), strict=True)) for name, row in rows.items()]
     assert [line["speed-up"] for line in lines] == ["1.00×", "2.00×"]
     assert [line["95 %"] for line in lines] == ["–", "2.00–2.00"]
     racers = {"slow": scripted(clock, [0, 2.0]), "fast": scripted(clock, [0, 1.0])}
-    rows = report.summary(race(racers, [PROMPT], repeats=1, clock=clock), "slow", 4)
+    rows = report.summary(race(racers, [PROMPT], repeats=1, clock=clock), "slow")
     assert rows["fast"]["speed_up_interval"] is None and report.cells("fast", rows["fast"])[3] == "–"
 
 
@@ -110,7 +110,7 @@ def test_out_of_time_every_decoder_has_run_the_same_prompts():
     result = race(racers, [PROMPT] * 4, repeats=3, budget=50, clock=clock)
     assert [len(runs) for runs in result.runs.values()] == [1, 1]
     assert [len(runs[0]) for runs in result.runs.values()] == [2, 2]  # a third would end after 60 seconds
-    assert report.summary(result, "b", 4)["a"]["speed_up"] == 1
+    assert report.summary(result, "b")["a"]["speed_up"] == 1
 
 
 def test_accepted_length_counts_the_bonus_and_leaves_the_prefill_out():
@@ -119,7 +119,7 @@ def test_accepted_length_counts_the_bonus_and_leaves_the_prefill_out():
         "plain": scripted(clock, [1.0] * 2, tokens=range(7)),
         "three": scripted(clock, [1.0] * 2, tokens=range(7), per_step=3),
     }
-    rows = report.summary(race(racers, [PROMPT], repeats=1, clock=clock), "plain", 7)
+    rows = report.summary(race(racers, [PROMPT], repeats=1, clock=clock), "plain")
     assert rows["plain"]["accepted_length"] == 1
     assert rows["three"]["accepted_length"] == 2  # 3 of the prefill step left out: (3 + 1) / 2
 
@@ -135,7 +135,7 @@ def test_a_text_that_differs_is_found_at_its_first_token():
     assert result.differing("a", "a") == []
     assert result.differing("b", "a") == [(0, 0, 1), (1, 0, 1)]
     assert result.differing("c", "a") == [(0, 0, 2), (1, 0, 2)]
-    rows = report.summary(result, "a", 3)
+    rows = report.summary(result, "a")
     assert [rows[name]["identical"] for name in "abc"] == [True, False, False]
     assert [rows[name]["same_text"] for name in "abc"] == [2, 0, 0]
 
@@ -155,7 +155,7 @@ def test_what_the_decoders_say_is_what_generate_does(base, plan):
     assert sum(gained for gained, _ in steps) == len(result.runs["own"][0][0].output.tokens[0])
     statistics = result.runs["own"][0][0].output.statistics
     assert len(steps) == statistics["steps"] + 1
-    row = json.loads(json.dumps(report.summary(result, "reference", 12)["own"]))
+    row = json.loads(json.dumps(report.summary(result, "reference")["own"]))
     assert row["identical"] is True and row["accepted_length"] == pytest.approx(statistics["accepted_length"])
 
 
@@ -182,7 +182,7 @@ def test_batches_race_without_a_stopwatch_and_still_know_their_accepted_length(b
     racers = {"reference": decoders.transformers_generate(base, 10), "own": decoders.specheads_generate(model, 10)}
     result = race(racers, [batch], repeats=1)
     assert result.differing("own", "reference") == []
-    rows = report.summary(result, "reference", 10)
+    rows = report.summary(result, "reference")
     own = rows["own"]
     assert rows["reference"]["accepted_length"] is rows["reference"]["accepted_by_depth"] is own["by_text"] is None
     assert own["accepted_length"] == pytest.approx(1 + sum(own["accepted_by_depth"])) and own["accepted_length"] >= 1
@@ -200,7 +200,7 @@ def test_a_draft_that_ends_the_text_is_counted_at_its_depth(base, batch_size, mo
     }
     run = racers["own"](batch, None)
     assert run.tokens[0][-1] == end and run.gains[0] == [1, 3] and run.accepted[0] == [0, 3]
-    row = report.summary(race(racers, [batch], repeats=1), "reference", 9)["own"]
+    row = report.summary(race(racers, [batch], repeats=1), "reference")["own"]
     taken = [count for accepted in run.accepted for count in accepted[1:]]
     assert row["accepted_by_depth"] == [sum(count >= d for count in taken) / len(taken) for d in range(1, 5)]
     parts = batch_by_batch(racers["own"], 2)(batch, None)

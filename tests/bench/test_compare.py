@@ -281,7 +281,7 @@ def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch,
     assert [sorted(one["decoders"]) for one in outcome.rounds[:3]] == [
         ["late", "other", "ref", "single"], ["other", "ref", "single"], ["other", "ref", "single"],
     ]  # fmt: skip
-    rows = report.rows_of(outcome.rounds, "ref", 4, 1.0)
+    rows = report.rows_of(outcome.rounds, "ref", 1.0)
     by_name = {row["decoder"]: row for row in rows if row["batch"] == 1}
     assert by_name["late"]["texts"] == 1 and by_name["ref"]["same_text"] == 3 and by_name["other"]["same_text"] == 0
     with pytest.raises(PeerError):  # nothing to compare with
@@ -316,7 +316,7 @@ def test_a_refilled_batch_is_measured_beside_an_unfilled_one(setup, tmp_path):
     outcome = run_queue(setup, tmp_path, *texts)
     assert outcome.complete and outcome.left_out == {}
     assert [len(one["categories"]) for one in outcome.rounds] == [4, 3]  # queues, not batches
-    rows = {row["decoder"]: row for row in report.rows_of(outcome.rounds, "transformers", 11, 1.0)}
+    rows = {row["decoder"]: row for row in report.rows_of(outcome.rounds, "transformers", 1.0)}
     assert all(row["same_text"] == row["texts"] == 7 for row in rows.values())
     lengths = [n for one in outcome.rounds for n in one["decoders"]["plain"]["tokens"]]
     assert lengths == draw_numbers(7, 2, 11, 0, "limits p") and len(set(lengths)) > 3

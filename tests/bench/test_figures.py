@@ -132,7 +132,7 @@ def test_a_batch_counts_with_its_median_over_repeats():
         one_round(0, repeat, ours=one_sample(s, [[1, 3]]), theirs=one_sample(8.0, [[1, 1, 1, 1]]))
         for repeat, s in enumerate([2.0, 40.0, 4.0])
     ]
-    found = samples.figures(rounds, "ours", "theirs", 4)
+    found = samples.figures(rounds, "ours", "theirs")
     assert found["tokens_per_second"] == pytest.approx(1.0) and found["speed_up"] == pytest.approx(2.0)
     assert found["texts"] == 1 and found["same_text"] == 1 and found["speed_up_interval"] is None
 
@@ -142,33 +142,33 @@ def test_speed_is_all_tokens_over_all_seconds():
         one_round(0, ours=one_sample(1.0, [[8]]), theirs=one_sample(2.0, [[8]])),
         one_round(1, ours=one_sample(3.0, [[4]]), theirs=one_sample(6.0, [[4]])),
     ]
-    found = samples.figures(rounds, "ours", "theirs", 8)
+    found = samples.figures(rounds, "ours", "theirs")
     assert found["tokens_per_second"] == pytest.approx(12 / 4)
     assert found["speed_up_interval"] == pytest.approx((2.0, 2.0))
 
 
-def test_accepted_length_by_depth_category_and_quarter_leaves_the_prefill_out():
-    # Of 16 tokens a quarter is 4. Row 0 steps begin at 1, 4 and 9; row 1 at 1 and 3.
-    rounds = [one_round(0, categories=("math", None), ours=one_sample(1.0, [[1, 3, 5, 2], [1, 2, 1]]))]
-    found = samples.accepted(rounds, "ours", 16)
-    assert found["accepted_length"] == pytest.approx(13 / 5)
-    assert found["accepted_by_depth"] == pytest.approx([4 / 5, 2 / 5, 1 / 5, 1 / 5])
-    assert found["accepted_by_category"] == {"math": pytest.approx(10 / 3)}
-    assert found["accepted_by_quarter"] == [pytest.approx(2.0), 5.0, 2.0, None]
+def test_accepted_length_by_depth_category_and_position_leaves_the_prefill_out():
+    # Steps begin at 1, 61 and 71 in row 0, at 1 and 3 in row 1; the second range of positions begins at 64.
+    rounds = [one_round(0, categories=("math", None), ours=one_sample(1.0, [[1, 60, 10, 2], [1, 2, 1]]))]
+    found = samples.accepted(rounds, "ours")
+    assert found["accepted_length"] == pytest.approx(75 / 5)
+    assert found["accepted_by_depth"][:2] == pytest.approx([4 / 5, 2 / 5])
+    assert found["accepted_by_category"] == {"math": pytest.approx(24.0)}
+    assert found["accepted_by_position"] == {"0": pytest.approx(73 / 4), "64": 2.0}
 
 
 def test_a_step_that_ends_with_a_draft_counts_at_the_depth_of_that_draft():
     """The second step of the first row ends its text with its second draft; all others end with the base's token."""
     ours = one_sample(1.0, [[1, 3, 2], [1, 1]], accepted=[[0, 2, 2], [0, 0]])
-    assert samples.accepted([one_round(0, ours=ours)], "ours", 16)["accepted_by_depth"] == pytest.approx([2 / 3, 2 / 3])
+    assert samples.accepted([one_round(0, ours=ours)], "ours")["accepted_by_depth"] == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_a_decoder_that_only_counts_steps_has_an_accepted_length_alone():
     counted = {"seconds": 1.0, "tokens": [9], "gains": [], "gained": 8, "rows_stepped": 4}
-    found = samples.accepted([one_round(0, peer=counted)], "peer", 16)
+    found = samples.accepted([one_round(0, peer=counted)], "peer")
     assert found["accepted_length"] == 2 and found["accepted_by_depth"] is None
-    assert samples.accepted([one_round(0, peer={**one_sample(1.0, []), "tokens": [9]})], "peer", 16) == {
-        "accepted_length": None, "accepted_by_depth": None, "accepted_by_category": None, "accepted_by_quarter": None,
+    assert samples.accepted([one_round(0, peer={**one_sample(1.0, []), "tokens": [9]})], "peer") == {
+        "accepted_length": None, "accepted_by_depth": None, "accepted_by_category": None, "accepted_by_position": None,
     }  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_time_is_split_into_shares_of_the_whole_and_a_step_leaves_the_prefill_ou
     rounds = [
         one_round(0, ours=one_sample(10.0, [[1, 2, 2, 2], [1, 2]], parts=parts, prefill=2.0, differs_at=[None, 3]))
     ]
-    found = samples.figures(rounds, "ours", "ours", 16)
+    found = samples.figures(rounds, "ours", "ours")
     assert found["shares"] == {"prefill": 0.2, "draft": 0.1, "verify": 0.4, "accept": 0.05, "other": 0.25}
     assert found["step_seconds"] == pytest.approx(8 / 3) and found["verify_seconds"] == pytest.approx(4 / 3)
     assert found["same_text"] == 1 and found["texts"] == 1

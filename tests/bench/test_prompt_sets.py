@@ -37,7 +37,8 @@ def test_files_of_spec_bench_mt_bench_and_speed_bench_have_turns_and_categories(
     path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     prompts = read_prompts(path)
     assert [prompt.category for prompt in prompts] == ["writing", "math"]
-    assert prompts[0].asked == Conversation.from_text("Compose a post.")
+    questions = [{"role": "user", "content": text} for text in ("Compose a post.", "Rewrite it.")]
+    assert prompts[0].asked == Conversation.from_messages(questions)
 
 
 @pytest.mark.parametrize("name", ["q.JSONL", "Q.Jsonl.GZ", "q.ndjson", "63"])
@@ -52,6 +53,14 @@ def test_a_prompt_a_line_may_look_like_json_and_have_a_byte_order_mark(tmp_path)
     for name, first in (("a.txt", '{"turns": ["no"]}'), ("a", '"x" is'), ("b", "{ x"), ("c", "[1]")):
         (tmp_path / name).write_text(f"{first}\ntwo\n", "utf-8-sig")
         assert [prompt.asked for prompt in read_prompts(tmp_path / name)] == [first, "two"]
+
+
+@pytest.mark.parametrize("column", ["prompt", "question", "problem", "text"])
+def test_questions_are_found_under_the_names_of_published_files(tmp_path, column):
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({column: "How many?", "answer": "#### 3"}) + "\n", "utf8")
+    assert [prompt.asked for prompt in read_prompts(path)] == ["How many?"]
+    assert [prompt.asked for prompt in read_prompts(path, chat=True)] == [Conversation.from_text("How many?")]
 
 
 def test_files_of_humaneval_are_plain_prompts_and_bad_turns_are_named_by_their_line(tmp_path):
@@ -79,7 +88,7 @@ def test_a_file_is_a_set_of_the_categories_asked_for_evenly_spaced(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
     (found,) = sets_from([path], Letters(), 3, ["b"])
     assert [Letters().decode(ids) for ids in found.ids] == ["0 b", "2 b", "4 b"] and found.categories == ["b"] * 3
-    assert found.name == "q.jsonl" and found.longest == 3 and len(sets_from([path], Letters(), None)[0].ids) == 12
+    assert found.name == "q.jsonl" and found.longest(4) == 3 and len(sets_from([path], Letters(), None)[0].ids) == 12
     other = tmp_path / "other" / "q.jsonl"
     other.parent.mkdir()
     other.write_bytes(path.read_bytes())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import Prompt, evenly_spaced, held_out_prompts, package_prompts, read_prompts
+from specheads.data.conversation import Conversation
 from specheads.options import OptionError, refuse_unknown
 
 HELD_OUT = "held-out files"
@@ -17,16 +18,21 @@ THIRD_PARTY = "third-party code"
 
 @dataclass(frozen=True)
 class PromptSet:
-    """ids: token ids of each prompt; categories: one for each prompt. note: a remark for readers of the tables."""
+    """ids: token ids of each prompt; categories: one for each prompt. note: a remark for readers of the tables.
+    conversations: those of the prompts, empty if none has a second turn; `ids` are then of the first turns. last_turns:
+    the tokens before a conversation's last answer, without the earlier answers, and the number of these."""
 
     name: str
     ids: list[list[int]]
     categories: list[str | None]
     note: str = ""
+    conversations: list[Conversation] = field(default_factory=list)
+    last_turns: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.ids))
+    def longest(self, max_new_tokens: int) -> int:
+        """The most tokens of a prompt, earlier turns and their answers included."""
+        contexts = [tokens + earlier * max_new_tokens for tokens, earlier in self.last_turns]
+        return max([*map(len, self.ids), *contexts])
 
 
 def default_sets(
@@ -45,16 +51,17 @@ def default_sets(
 
 
 def sets_from(
-    paths: Sequence[Path], tokenizer: Any, count: int | None, categories: Sequence[str] = ()
+    paths: Sequence[Path], tokenizer: Any, count: int | None, categories: Sequence[str] = (), *, chat: bool = False
 ) -> list[PromptSet]:
-    """A set for each file, of at most `count` prompts, evenly spaced, and only of `categories` if any are given.
+    """A set for each file, of at most `count` prompts, evenly spaced, and only of `categories` if any are given. chat:
+    plain prompts are asked as a user's message.
     ValueError for a file given twice, whose prompts would count twice."""
     sets = []
     names, files = [path.name for path in paths], [path.resolve() for path in paths]
     if twice := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
         raise OptionError("{prompts} is given twice; give each file once", prompts=twice[0])
     for path in paths:
-        prompts = read_prompts(path)
+        prompts = read_prompts(path, chat=chat)
         if categories:
             refuse_unknown(categories, sorted({p.category for p in prompts if p.category}), f"category in {path}")
             prompts = [prompt for prompt in prompts if prompt.category in categories]
@@ -67,9 +74,19 @@ def sets_from(
 def encode(name: str, prompts: Sequence[Prompt], tokenizer: Any, note: str = "") -> PromptSet:
     """Tokenize text as it is and conversations in the chat template. ValueError for a prompt without tokens."""
     ids: list[list[int]] = []
+    last_turns: list[tuple[int, int]] = []
     for prompt in prompts:
         asked = prompt.asked
         ids.append(tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked.prompt((), tokenizer))
+        if not isinstance(asked, str) and asked.num_turns > 1:
+            earlier = asked.num_turns - 1
+            last_turns.append((len(asked.prompt([""] * earlier, tokenizer)), earlier))
     if [] in ids:
         raise ValueError(f"{name}: prompt {ids.index([])} has no tokens; give at least one character")
-    return PromptSet(name, ids, [prompt.category for prompt in prompts], note)
+    categories = [prompt.category for prompt in prompts]
+    if not last_turns:
+        return PromptSet(name, ids, categories, note)
+    texts = sum(1 if isinstance(prompt.asked, str) else prompt.asked.num_turns for prompt in prompts)
+    note = "; ".join(filter(None, [note, f"{texts} texts, each answer being context of the next turn"]))
+    conversations = [Conversation.from_text("") if isinstance(p.asked, str) else p.asked for p in prompts]
+    return PromptSet(name, ids, categories, note, conversations, last_turns)

@@ -11,7 +11,7 @@ from typing import Any
 from specheads.bench import environment
 from specheads.bench.compare.cell import Cell
 from specheads.bench.figures.repetition import GRAM
-from specheads.bench.figures.samples import Round, figures
+from specheads.bench.figures.samples import POSITIONS, Round, figures
 from specheads.bench.report import format_figure, format_interval, markdown
 from specheads.files import write_whole
 
@@ -22,17 +22,20 @@ COLUMNS = (
     "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor",
     "verify, × floor", "prefill", "draft", "verify", "accept", "step", "other",
 )  # fmt: skip
+NARROW = 6  # columns for a terminal, in words: the first two lines of the legend
 LEGEND = (
     "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by resampling the prompt "
     "batches.",
     "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
     "all; sampled texts are not compared.",
-    "what was accepted: accepted length by the quarter of max_new_tokens (of two numbers the larger) in which the step "
-    "began, and by category; share of steps that accepted a draft at each depth; × reference on new and repeated text.",
+    "what was accepted: accepted length by the output position at which the step began, and by category; share of "
+    "steps that accepted a draft at each depth; × reference on new and repeated text.",
     f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
     "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
     "prefill … other: shares of the time; step: of whole compiled steps; compiled, accepting is part of verify.",
 )
+
+NARROW_LEGEND = (*LEGEND[:2], "More columns, and what was accepted by depth and position: --wide, and bench.md.")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Table:
     lines: list[list[str]]
 
 
-def rows_of(rounds: Sequence[Round], reference: str, max_new_tokens: int, floor_seconds: float) -> list[Row]:
+def rows_of(rounds: Sequence[Round], reference: str, floor_seconds: float) -> list[Row]:
     """A row for each cell and decoder, in the order in which they were measured."""
     cells: dict[tuple[Any, ...], list[Round]] = {}
     for one in rounds:
@@ -51,7 +54,7 @@ def rows_of(rounds: Sequence[Round], reference: str, max_new_tokens: int, floor_
     for (prompts, batch, temperature), own in cells.items():
         for name in dict.fromkeys(name for one in own for name in one["decoders"]):
             served = [one for one in own if name in one["decoders"]]
-            found = figures(served, name, reference, max_new_tokens)
+            found = figures(served, name, reference)
             rows.append({
                 "prompts": prompts, "batch": batch, "temperature": temperature, "decoder": name,
                 "reference": name == reference, **found,
@@ -61,10 +64,15 @@ def rows_of(rounds: Sequence[Round], reference: str, max_new_tokens: int, floor_
     return rows
 
 
-def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """The speeds of each cell; then, for the smallest batch of each prompt set and temperature, what was accepted."""
+def tables(rows: Sequence[Row], *, wide: bool = True) -> Iterator[Table]:
+    """The speeds of each cell; then, for the smallest batch of each prompt set and temperature, what was accepted.
+
+    wide: False for the first columns of the speeds alone, which fit a terminal of 80 columns."""
+    shown = len(COLUMNS) if wide else NARROW
     for cell, own in _by_cell(rows).items():
-        yield Table(f"{cell}: speed", *_without_empty(COLUMNS, [speed_cells(row) for row in own]))
+        yield Table(f"{cell}: speed", *_without_empty(COLUMNS[:shown], [speed_cells(row)[:shown] for row in own]))
+    if not wide:
+        return
     for cell, own in _by_cell(rows).items():
         drafted = [row for row in own if (row["accepted_by_depth"] or [0])[0] > 0]
         if cell.batch == min(row["batch"] for row in rows) and drafted:
@@ -90,16 +98,17 @@ def speed_cells(row: Row) -> list[str]:
 
 
 def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
-    """Speed-up on new and on repeated text, accepted length by quarter of max_new_tokens and by category, and the share
+    """Speed-up on new and on repeated text, accepted length by output position and by category, and the share
     of steps that accepted each depth."""
     categories = list(dict.fromkeys(name for row in rows for name in row["accepted_by_category"] or ()))
+    starts = sorted({start for row in rows for start in row["accepted_by_position"] or ()}, key=int)
     deepest = max(len(row["accepted_by_depth"]) for row in rows)
     kinds = ("unrepeated", "repeated")
     columns = (
         "decoder",
         "× on new text",
         "on repeated",
-        *("1st quarter", "2nd", "3rd", "4th"),
+        *(position_range(start) for start in starts),
         *categories,
         *(f"depth {d + 1}" for d in range(deepest)),
     )
@@ -109,11 +118,17 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
         lines.append([
             row["decoder"],
             *(format_figure(((row["by_text"] or {}).get(kind) or {}).get("speed_up")) for kind in kinds),
-            *map(format_figure, row["accepted_by_quarter"]),
+            *(format_figure((row["accepted_by_position"] or {}).get(start)) for start in starts),
             *(format_figure(by_category.get(name)) for name in categories),
             *(f"{by_depth[d]:.0%}" if d < len(by_depth) else "–" for d in range(deepest)),
         ])  # fmt: skip
     return Table(f"{cell}: what was accepted", *_without_empty(columns, lines))
+
+
+def position_range(start: str) -> str:
+    """The range of output positions that begins at `start`, such as `64–127`."""
+    after = [one for one in POSITIONS if one > int(start)]
+    return f"{start}–{after[0] - 1}" if after else f"{start} on"
 
 
 def notes(record: dict[str, Any]) -> list[str]:

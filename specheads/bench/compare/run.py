@@ -18,6 +18,7 @@ from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.identity import identify_base, identify_drafter, identify_machine
 from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, digest
 from specheads.bench.figures.samples import Round, sample
+from specheads.bench.follow_ups import CONVERSATIONS, texts_of, with_follow_ups
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
 from specheads.bench.runner import Decoder, TimedRun, freeze_heap, time_batch, time_by_steps, turns
@@ -178,10 +179,14 @@ class _CellRun:
     ) -> None:  # fmt: skip
         self.cell, self.prompts, self.options, self.setup, self.results = cell, prompts, options, setup, results
         self.specs = specs
-        self.common = digest(common, str(cell), prompts.ids, prompts.categories)
+        asked = [one.key for one in prompts.conversations]
+        self.common = digest(common, str(cell), prompts.ids, prompts.categories, asked)
         tokenizer, device = setup.models.tokenizer, setup.models.target.device
         self.queue = options.queue or cell.batch
         self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]
+        if prompts.conversations:
+            for index, batch in enumerate(self.batches):
+                batch[CONVERSATIONS] = prompts.conversations[index * self.queue : (index + 1) * self.queue]
         if cell.temperature:
             # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and decoder.
             seeds = row_seeds(options.seed, len(prompts.ids))
@@ -232,6 +237,7 @@ class _CellRun:
                 decoder = self.specs[name].build(self.setup, self.cell)
                 if not self.specs[name].refill:
                     decoder = batch_by_batch(decoder, self.cell.batch)
+                decoder = with_follow_ups(decoder, self.setup.models.tokenizer)
                 for batch in self.batches if self.specs[name].compiles_as_needed else chosen:
                     decoder(batch, None)
             except (ValueError, RuntimeError) as error:
@@ -266,7 +272,8 @@ class _CellRun:
         return {
             "prompts": self.cell.prompts, "batch": self.cell.batch, "temperature": self.cell.temperature,
             "repeat": repeat, "index": index,
-            "categories": self.prompts.categories[first : first + self.queue], "order": list(runs),
+            "categories": [self.prompts.categories[first + row] for row in texts_of(self.batches[index])],
+            "order": list(runs),
             "decoders": {name: sample(runs[name], reference) for name in self.specs if name in runs},
             "left_out": dict(self.left_out),
         }  # fmt: skip

@@ -6,6 +6,7 @@ A Round is one prompt batch through all decoders: {"prompts": name of the set, "
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from specheads.bench.runner import Race, TimedRun, first_difference
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
-QUARTERS = 4
+POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
 
 
 def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
@@ -24,7 +25,8 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
     tokens gained in each step, the prefill first, [] if unknown; prefill: its seconds, None if unknown; parts: seconds
     by part of the loop; differs_at: per row the index of the first token that differs from the reference's, None where
     the texts are equal; and, if the decoder counts them, gained and rows_stepped: tokens after the prefill and the
-    steps that gave them; steps: of the loop; accepted: like gains, but only drafted tokens.
+    steps that gave them; steps: of the loop; accepted: like gains, but only drafted tokens; rows: decoded at a time, if
+    the texts are more than that, since a conversation has a text for each turn.
 
     by_text: the result of split_by_text, for a batch of one row. Without a reference, differs_at is None."""
     parts = dict(run.output.parts)
@@ -37,6 +39,8 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
     counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped", "steps") if name in known}
     if run.output.accepted:
         counts["accepted"] = run.output.accepted
+    if run.output.rows is not None:
+        counts["rows"] = run.output.rows
     if run.steps:
         counts["by_text"] = split_by_text(run)
     return {
@@ -72,7 +76,7 @@ def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]
     }
 
 
-def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: int) -> dict[str, Any]:
+def figures(rounds: Sequence[Round], name: str, reference: str) -> dict[str, Any]:
     """The figures of one decoder in rounds with the same prompt set, batch size and temperature.
 
     speed_up: speed divided by the reference's, with its 95 % interval; same_text: number of rows in the first repeat
@@ -93,21 +97,21 @@ def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: 
         "speed_up_interval": None if interval is None else list(interval),
         "same_text": sum(at is None for at in texts) if compared else None,
         "texts": sum(len(one["categories"]) for one in first),
-        **accepted(first, name, max_new_tokens),
+        **accepted(first, name),
         **time_split(samples),
         "by_text": by_text(rounds, name, reference),
     }
 
 
-def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[str, Any]:
-    """Accepted length overall, by the prompt's category and by the quarter of max_new_tokens in which the step began;
-    and the share of steps that accepted a draft at depth 1, 2, …
+def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
+    """Accepted length overall, by the prompt's category and by the range of output positions in which the step began
+    (its first position → accepted length); and the share of steps that accepted a draft at depth 1, 2, …
 
     If a decoder does not report how many of a step's tokens were drafted, all but the last are assumed to be."""
     gains: list[int] = []
     drafts: list[int] = []
     by_category: dict[str, list[int]] = {}
-    by_quarter: list[list[int]] = [[] for _ in range(QUARTERS)]
+    by_position: dict[int, list[int]] = {}
     counts = [(s["gained"], s["rows_stepped"]) for s in (r["decoders"][name] for r in rounds) if "gained" in s]
     for one in rounds:
         of_rows = one["decoders"][name]["gains"]
@@ -118,7 +122,7 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
             for number, gained in enumerate(row):
                 if number:
                     gains.append(gained)
-                    by_quarter[min(QUARTERS * position // max_new_tokens, QUARTERS - 1)].append(gained)
+                    by_position.setdefault(POSITIONS[bisect_right(POSITIONS, position) - 1], []).append(gained)
                     if category:
                         by_category.setdefault(category, []).append(gained)
                 position += gained
@@ -126,13 +130,13 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
         total, steps = sum(n for n, _ in counts), sum(n for _, n in counts)
         return {
             "accepted_length": total / steps if steps else None, "accepted_by_depth": None,
-            "accepted_by_category": None, "accepted_by_quarter": None,
+            "accepted_by_category": None, "accepted_by_position": None,
         }  # fmt: skip
     return {
         "accepted_length": _mean(gains),
         "accepted_by_depth": [sum(n >= d for n in drafts) / len(drafts) for d in range(1, max(drafts) + 1)],
         "accepted_by_category": {category: _mean(own) for category, own in sorted(by_category.items())} or None,
-        "accepted_by_quarter": [_mean(own) if own else None for own in by_quarter],
+        "accepted_by_position": {str(start): _mean(own) for start, own in sorted(by_position.items())},
     }
 
 
@@ -171,8 +175,10 @@ def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
     if all(s["parts"] for s in samples):
         shares = {part: sum(s["parts"].get(part, 0.0) for s in samples) / seconds for part in samples[0]["parts"]}
         shares = {"prefill": sum(s["prefill"] or 0.0 for s in samples) / seconds, **shares}
-    rows = max(len(s["tokens"]) for s in samples)
-    whole = [s for s in samples if len(s["tokens"]) == rows]  # the last batch may have fewer rows and so faster steps
+    sizes = [s.get("rows", len(s["tokens"])) for s in samples]
+    whole = [
+        s for s, size in zip(samples, sizes, strict=True) if size == max(sizes)
+    ]  # the last batch may have fewer rows and so faster steps
     steps = [s.get("steps") or max((len(row) - 1 for row in s["gains"]), default=0) for s in whole]
     known = [
         ((s["seconds"] - s["prefill"]) / n, s["parts"].get("verify", 0.0) / n)

@@ -101,7 +101,7 @@ def measure(
             report(raced + part * (1 - raced), f"judging {own}")
 
     race = runner.race(racers, batches, repeats=sweep.repeats, report=racing, clock=CLOCKS[sweep.clock])
-    found = figures(rounds_of(race, other), own, other, length)
+    found = figures(rounds_of(race, other), own, other)
     return {
         **setting_columns(setting),
         "lossless": setting.lossless,

@@ -81,7 +81,7 @@ def bench(
         name: Peer(name, [str(python), "-I", str(PEERS[name])], (out / "peers" / name).resolve())
         for name, python in peers.items()
     }
-    longest = max(one.longest for one in sets)
+    longest = max(one.longest(options.max_new_tokens) for one in sets)
     setup = BenchSetup(models, checkpoints, options.max_new_tokens, longest, workers)
     where, floor = environment.environment(), measure_floor(models.target)
     try:
@@ -98,20 +98,20 @@ def bench(
         "repeats": options.repeats, "seed": options.seed, "floor": floor.to_dict(), "complete": outcome.complete,
         "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
         "left_out": outcome.left_out,
-        "rows": report.rows_of(outcome.rounds, options.reference, options.max_new_tokens, floor.seconds),
+        "rows": report.rows_of(outcome.rounds, options.reference, floor.seconds),
         "rounds": outcome.rounds,
     }  # fmt: skip
     files = report.write(out, record, plots=plots)
     return {**record, "files": [str(path) for path in files]}
 
 
-def show(record: dict[str, Any]) -> None:
-    """Print the tables, their notes and the files' paths on stdout."""
-    for table in report.tables(record["rows"]):
+def show(record: dict[str, Any], *, wide: bool = False) -> None:
+    """Print the tables, their notes and the files' paths on stdout. wide: every column, as in bench.md."""
+    for table in report.tables(record["rows"], wide=wide):
         # The title is printed separately: in the table it would be wrapped at the table's width.
         shown = terminal.as_text(terminal.table("", table.columns, table.lines)).strip("\n")
         print(f"{table.title}\n{shown}\n")
-    for line in (*report.LEGEND, *report.notes(record)):
+    for line in (*(report.LEGEND if wide else report.NARROW_LEGEND), *report.notes(record)):
         print(line)
     print(environment.line(record["environment"]))
     print("written: " + ", ".join(record["files"]))

@@ -57,7 +57,7 @@ def measure(
         "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "batch_size": batch_size, "repeats": repeats,
         "tree": tree,
         "dtype": str(model.dtype).removeprefix("torch."), "environment": environment.environment(),
-        "decoders": report.summary(result, REFERENCE, max_new_tokens),
+        "decoders": report.summary(result, REFERENCE),
     }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     models[LIVE] = load_head(base, options.output, dtype=base.dtype)
     batches = prompt_batches.batches(tokenizer, prompts, base.device)
     race = compare(base, models, batches, options.max_new_tokens, out)
-    rows, where = report.summary(race, REFERENCE, options.max_new_tokens), environment.environment()
+    rows, where = report.summary(race, REFERENCE), environment.environment()
     num_raced = len(race.runs[LIVE][0])
     title = f"{num_raced} prompts × {options.max_new_tokens} tokens, greedy, median of {len(race.runs[LIVE])}"
     cells = [report.cells(name, row) for name, row in rows.items()]

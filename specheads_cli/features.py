@@ -29,7 +29,6 @@ def features(
         str,
         typer.Option(
             "--teacher-probs",
-            "--law",
             help="What is saved of the base's probabilities: hidden (its last state), a number of likeliest tokens "
             "(and the rest as one), or none. --law is the old name.",
         ),

@@ -47,7 +47,7 @@ def test_an_option_is_spelled_as_the_front_door_has_it_with_its_value_or_alone()
          "--batch-size 0 must be"),
         (lambda: SaveOptions("o", dtype="int7"), "dtype='int7': expected", "features r.yaml --dtype int7",
          "--dtype int7: expected"),
-        (lambda: SaveOptions("o", teacher_probs="top"), "teacher_probs='top': expected", "features r.yaml --law top",
+        (lambda: SaveOptions("o", teacher_probs="top"), "teacher_probs='top': expected", "features r.yaml --teacher-probs top",
          "--teacher-probs top: expected"),
         (lambda: Sweep(("x",), gamma=0), "gamma=0 must be", "sweep --head x --gamma 0", "--gamma 0 must be"),
         (lambda: Sweep.from_dict({}), "^drafters is missing", "sweep", "--head is missing"),

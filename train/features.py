@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--taps", help="layers to save, such as 2,16,29 (default: those that the recipe's head reads)")
     parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto: the base's")
     parser.add_argument(
-        "--teacher-probs", "--law", default=SaveOptions.teacher_probs,
+        "--teacher-probs", default=SaveOptions.teacher_probs,
         help="what to save of the base's distribution: hidden (the last state), a number of likeliest tokens, or none",
     )  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=SaveOptions.batch_size, help="rows in a forward pass")

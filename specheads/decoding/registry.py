@@ -26,16 +26,12 @@ class Registry(dict[str, E]):
     A keyword-only parameter is no option: the caller of `build` supplies it.
 
     what: the kind of entry, for messages. option: the option or argument that takes the texts. commas: do commas
-    separate values as colons do? old_names: older name → name.
+    separate values as colons do?
     """
 
-    def __init__(
-        self, what: str, option: str, entries: Mapping[str, E], *, old_names: Mapping[str, str] | None = None,
-        commas: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, what: str, option: str, entries: Mapping[str, E], *, commas: bool = False) -> None:
         super().__init__(entries)
         self.what, self.option, self.commas = what, option, commas
-        self.old_names = dict(old_names or {})
 
     def build(self, text: str, **context: Any) -> Any:
         """The object the text names. context: values for keyword-only parameters; an entry gets those it takes.
@@ -47,12 +43,11 @@ class Registry(dict[str, E]):
     def parse(self, text: str) -> tuple[str, dict[str, str]]:
         """The name of the text's entry, and its options as they are written. ValueError as in `build`."""
         given, _, rest = text.partition(":")
-        given = given.strip().lower()
-        name = self.old_names.get(given, given)
+        name = given.strip().lower()
         if name not in self:
             near = nearest(name, self)
             hint = f"did you mean {near!r}? " if near else ""
-            raise ValueError(f"{self.option} {text!r}: unknown {self.what} {given!r}; {hint}{self.expected}")
+            raise ValueError(f"{self.option} {text!r}: unknown {self.what} {name!r}; {hint}{self.expected}")
         kinds, order = option_types(self[name]), positional(self[name])
         if order and kinds[order[0]] is Path:
             return name, {order[0]: rest} if rest else {}

@@ -28,7 +28,6 @@ class EagleConfig(UnrolledFeatureConfig):
     kind: ClassVar[str] = "eagle"
     title: ClassVar[str] = "EAGLE"
     loss_terms: ClassVar[tuple[str, ...]] = ("feature", "token_loss")
-    aliases: ClassVar[dict[str, str]] = {**UnrolledFeatureConfig.aliases, "law_weight": "token_loss_weight"}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
         "metric_steps": (1, DEEPEST),

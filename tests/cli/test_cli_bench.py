@@ -50,7 +50,9 @@ def asked(shipped, questions, out, *more, texts=TEXTS):
 def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     texts = (*TEXTS, f"model:{shipped / 'base'} tree=chain:2")
-    code, out, err = run(capsys, *asked(shipped, questions, tmp_path, "--wide", "--batch", "1,2", "--repeats", 2, texts=texts))
+    code, out, err = run(
+        capsys, *asked(shipped, questions, tmp_path, "--wide", "--batch", "1,2", "--repeats", 2, texts=texts)
+    )
     assert code == 0 and not CONTROL.search(out + err)
     record = json.loads((tmp_path / "bench.json").read_text("utf8"))
     assert record["complete"] and record["environment"]["torch"] and record["command"].startswith("specheads")

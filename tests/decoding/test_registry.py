@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads import Acceptance, DraftTree, NGram, NGramStorage, PromptLookup, SampledTree, chain
-from specheads.decoding.acceptance import Exact, LevelRule, TokenRule
+from specheads import DraftTree, NGram, NGramStorage, PromptLookup, SampledTree, chain
+from specheads.decoding.acceptance import Exact
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.drafters.base import Drafter, with_defaults
 from specheads.decoding.drafters.named import DRAFTERS, as_drafter
@@ -35,13 +35,13 @@ class Filed:
         return cls(f"{path}{suffix}")
 
 
-TOYS = Registry("toy", "toy", {"toy": Toy, "filed": Filed}, old_names={"trinket": "toy"})
+TOYS = Registry("toy", "toy", {"toy": Toy, "filed": Filed})
 
 
 @pytest.mark.parametrize(
     ("text", "made"),
     [
-        ("toy:3", Toy(3)), ("toy:3:0.25", Toy(3, 0.25)), ("trinket:3", Toy(3)), ("toy:3:0.5:4:5", Toy(3, 0.5, (4, 5))),
+        ("toy:3", Toy(3)), ("toy:3:0.25", Toy(3, 0.25)), ("toy:3:0.5:4:5", Toy(3, 0.5, (4, 5))),
         ("toy:share=1:3", Toy(3, 1.0)), ("toy:3:most=9:fast=true", Toy(3, fast=True, most=9)),
         ("filed:a:b=c,d", Filed("a:b=c,d!")), ("filed", Filed("none!")), ("filed:", Filed("none!")),
     ],
@@ -90,60 +90,6 @@ def test_drafters_take_their_options_as_text():
 def test_every_registered_name_is_spelled_by_its_usage_and_known_by_its_class():
     for name, rule in RULES.items():
         assert rule.name == name and RULES.usage(name).startswith(name) and RULES.usage(name) in RULES.expected
-
-
-def test_a_rule_may_still_define_the_old_names_of_its_members():
-    class Old(Acceptance):
-        lossless = True
-        needs_draft_law = True
-
-        @property
-        def wants_draft_law(self):
-            return super().wants_draft_law
-
-        def judge(self, target):
-            return Exact().judge(target)
-
-    assert Old().requires_draft_probs and Old().uses_draft_probs
-    assert not Exact().needs_draft_law and not Exact().wants_draft_law
-
-
-def test_an_old_name_counts_in_a_mixin_and_on_the_object_too():
-    class Mixin:
-        needs_draft_law = True
-
-    class Mixed(Mixin, Acceptance):
-        lossless = True
-
-        def judge(self, target):
-            return Exact().judge(target)
-
-    class Late(Mixed):
-        needs_draft_law = None
-
-        def __init__(self, needs):
-            self.needs_draft_law = needs
-
-    assert Mixed().requires_draft_probs and Mixed().uses_draft_probs
-    assert Late(True).requires_draft_probs and not Late(False).requires_draft_probs
-
-
-def test_rules_by_level_and_by_token_may_still_define_the_old_names_of_their_methods():
-    class Level(LevelRule):
-        lossless = False
-
-        def kept(self, target):
-            return "kept"
-
-        def rest(self, target, node):
-            return "rest"
-
-    class Token(TokenRule):
-        def stands(self, target, token_probs):
-            return "stands"
-
-    assert Level().accept_mask(None) == "kept" and Level().bonus_weights(None, None) == "rest"
-    assert Token().accepts(None, None) == "stands"
 
 
 def test_a_drafter_that_states_the_least_gets_the_protocols_values():

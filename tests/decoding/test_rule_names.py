@@ -10,7 +10,7 @@ WRITTEN = {
     "exact": Exact(),
     "block": Block(),
     "traversal": Traversal(),
-    "unadjusted": NoResidual(),
+    "no_residual": NoResidual(),
     "fuzzy:js:0.1": Fuzzy(0.1),
     "fuzzy:top_k_kl:2:rescue": Fuzzy(2.0, "top_k_kl", "rescue"),
     "fuzzy:tv:0.3:processed=true:k=5": Fuzzy(0.3, "tv", k=5, processed=True),

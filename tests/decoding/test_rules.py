@@ -204,7 +204,7 @@ RULES = {
     "exact": Exact(), "block": Block(), "traversal": Traversal(), "lenient": Lenient(0.5), "lenient 1": Lenient(1),
     "typical": Typical(), "top n": TopN(), "margin": Margin(0.5), "cs": CSLeniency(2), "fuzzy": Fuzzy(0.3),
     "rescue": Fuzzy(0.3, "top_k_kl", mode="rescue", processed=True), "rescue 0": Fuzzy(0, mode="rescue"),
-    "random": Fuzzy(0.5, "random"), "unadjusted": NoResidual(),
+    "random": Fuzzy(0.5, "random"), "no_residual": NoResidual(),
 }  # fmt: skip
 TREES = {
     "chain": chain(3), "static": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),
@@ -239,7 +239,7 @@ def test_every_rule_runs_on_every_tree_and_batch(model, greedy, name, tree):
         options = {**inputs, "tree": TREES[tree], "accept": rule, "return_dict_in_generate": True, **LENGTH}
         out = model.generate(**options, do_sample=False)
         assert out.lossless == out.statistics()["lossless"] == rule.lossless
-        if rule.lossless or name in ("lenient", "unadjusted"):  # at temperature 0 their p is as one-hot as any
+        if rule.lossless or name in ("lenient", "no_residual"):  # at temperature 0 their p is as one-hot as any
             assert torch.equal(out.sequences, greedy[batch])
         sampling = {"do_sample": True, "temperature": 1.2, "repetition_penalty": 1.3, "seed": 0}
         out = model.generate(**options, **sampling)

@@ -1,18 +1,13 @@
 """The command that saves features: its options, what it refuses, and folders of an older format."""
 
 import json
-import shutil
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.index import read_finished_index
-from specheads.training.features.shards import file_fingerprint
 from tests.support.command_line import run
 from tests.support.paths import ROOT
-from tests.support.saved_features import dump, material
+from tests.support.saved_features import material
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -32,7 +27,7 @@ def test_the_command_saves_and_training_reads(folder, tmp_path, capsys, monkeypa
     code, out, err = run(capsys, "features", *known, *output)
     assert code == 2 and not out and "give --yes" in err and not (tmp_path / "saved").exists()
     code, out, _ = run(
-        capsys, "features", *known, *output, "--yes", "--law", "topk:5", "--dtype", "float8_e4m3fn", "--json"
+        capsys, "features", *known, *output, "--yes", "--teacher-probs", "5", "--dtype", "float8_e4m3fn", "--json"
     )
     assert code == 0 and json.loads(out)["rows"] == 14
     index = read_finished_index(tmp_path / "saved")
@@ -46,36 +41,12 @@ def test_the_command_saves_and_training_reads(folder, tmp_path, capsys, monkeypa
     assert json.loads(out)["options"]["num_heads"] == 2
 
 
-def test_a_folder_of_format_1_is_read_and_resumed(folder, tmp_path):
-    """It says `law` for teacher_probs, in the index and in the files' names."""
-    new, old = tmp_path / "new", tmp_path / "old"
-    dump(folder, new, teacher_probs=5)
-    shutil.copytree(new, old)
-    for path in old.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        save_file({name.replace("topk_", "law_"): t for name, t in tensors.items()}, path, {"text": "0a1b2c3d"})
-    record = json.loads((old / "index.json").read_text())
-    record["law"] = f"topk:{record.pop('teacher_probs')}"
-    files = {
-        split: [file_fingerprint(old / entry["file"]) for entry in entries]
-        for split, entries in record["files"].items()
-    }
-    (old / "index.json").write_text(json.dumps({**record, "format": 1, "files": files}))
-    kept = [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(new, (1,))]
-    assert [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(old, (1,))] == kept
-    (old / "train-00001.safetensors").unlink()
-    assert dump(folder, old, teacher_probs="topk:5").made == 1
-    assert [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(old, (1,))] == kept
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--taps", "1,x"], "--taps '1,x': expected layer numbers"),
         (["--taps", "1,9"], "--taps (1, 9): expected some of 0 to 4"),
         (["--teacher-probs", "0"], "--teacher-probs 0: expected hidden, none or a number of likeliest tokens"),
-        (["--law", "topk:0"], "--teacher-probs topk:0: expected"),
         (["--dtype", "int7"], "--dtype int7: expected one of auto"),
         (["--batch-size", "0"], "--batch-size 0 "),
         (["features=there"], "saving them takes base and data"),
@@ -97,6 +68,6 @@ def test_both_helps_have_the_same_options(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         features.main(["--help"])
     texts = [capsys.readouterr().out.replace("_", "-"), run(capsys, "features", "--help")[1]]
-    for option in ("--output", "--taps", "--dtype", "--teacher-probs", "--law", "--batch-size", "--shard-mb", "--yes"):
+    for option in ("--output", "--taps", "--dtype", "--teacher-probs", "--batch-size", "--shard-mb", "--yes"):
         assert all(option in text for text in texts), option
     assert "accelerate launch" in texts[0]

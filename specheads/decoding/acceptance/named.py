@@ -22,9 +22,7 @@ from specheads.options import refuse_class, shown
 _RULES: tuple[type[Acceptance], ...] = (
     Exact, Block, Traversal, NoResidual, Fuzzy, Typical, Lenient, CSLeniency, TopN, Margin, Ensemble,
 )  # fmt: skip
-RULES: Registry[type[Acceptance]] = Registry(
-    "rule", "accept", {rule.name: rule for rule in _RULES}, old_names={"unadjusted": "no_residual"}
-)
+RULES: Registry[type[Acceptance]] = Registry("rule", "accept", {rule.name: rule for rule in _RULES})
 
 
 def rule_named(text: str) -> Acceptance:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -195,13 +194,6 @@ class Verdict:
         return tokens.scatter(1, self.last.unsqueeze(1), self.bonus.unsqueeze(1))
 
 
-# Older names of a rule's members. A class that defines one name of a pair gets both.
-OLD_MEMBERS = {
-    "needs_draft_law": "requires_draft_probs", "wants_draft_law": "uses_draft_probs",
-    "kept": "accept_mask", "rest": "bonus_weights", "stands": "accepts",
-}  # fmt: skip
-
-
 class Acceptance(ABC):
     """Decides which nodes of a verified tree are accepted.
 
@@ -212,15 +204,6 @@ class Acceptance(ABC):
     name: ClassVar[str] = ""
     positional: ClassVar[tuple[str, ...] | None] = None
     threshold_field: ClassVar[str | None] = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old, new in OLD_MEMBERS.items():
-            owner = next((c for c in cls.__mro__ if old in vars(c) or new in vars(c)), None)
-            if owner is not None and new not in vars(owner):
-                setattr(cls, new, property(attrgetter(old)))  # looked up on the object, which may override it
-            elif new in vars(cls) and old not in vars(cls):
-                setattr(cls, old, vars(cls)[new])
 
     @property
     @abstractmethod
@@ -247,8 +230,6 @@ class Acceptance(ABC):
         """The options that may be tensors, whose values a compiled step reads at each call: judge() only computes with
         them and never branches on them."""
         return ()
-
-    needs_draft_law, wants_draft_law = requires_draft_probs, uses_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:
         """Is it equivalent to `Exact` here? `Exact` is then used instead."""

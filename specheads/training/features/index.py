@@ -15,19 +15,18 @@ from specheads.training.features.shards import AGAIN, FeatureError, file_fingerp
 
 INDEX = "index.json"
 FORMAT = 2
-_OLD_KEYS = {"law": "teacher_probs"}  # format 1 → 2
 
 
 TeacherProbs = Literal["hidden", "none"] | int
 
 
 def parse_teacher_probs(value: str | int) -> TeacherProbs:
-    """'hidden', 'none', or '64' → 64 likeliest tokens; 'topk:64' is the old spelling. OptionError for anything else."""
+    """'hidden', 'none', or '64' → 64 likeliest tokens. OptionError for anything else."""
     if value == "hidden":
         return "hidden"
     if value == "none":
         return "none"
-    number = str(value).removeprefix("topk:")
+    number = str(value)
     if isinstance(value, bool) or not number.isdecimal() or int(number) < 1:
         raise OptionError(
             "{teacher_probs}: expected hidden, none or a number of likeliest tokens, such as 64", teacher_probs=value
@@ -95,11 +94,10 @@ def read_index(folder: Path) -> Index:
     try:
         record = json.loads(path.read_text("utf8"))
         version = record.pop("format")
-        if version not in (1, FORMAT):
+        if version != FORMAT:
             raise FeatureError(
-                f"{path} has format {version!r}, and this version reads 1 and {FORMAT}; save the features again"
+                f"{path} has format {version!r}, and this version reads {FORMAT}; save the features again"
             )
-        record = {_OLD_KEYS.get(name, name): value for name, value in record.items()}
         record["teacher_probs"] = parse_teacher_probs(record["teacher_probs"])
         if not isinstance(record["base"], Mapping) or {f.name for f in fields(Index)} != set(record):
             raise KeyError(f"it has {sorted(record)}")
@@ -107,7 +105,6 @@ def read_index(folder: Path) -> Index:
         raise
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise FeatureError(f"{path} is damaged, or no index of saved features ({error}); {AGAIN}") from error
-    record["base"] = {"autocast": "no", **record["base"]}  # older folders do not record it
     name = record["base"]["name"]
     if name and name.startswith("."):
         record["base"] = {**record["base"], "name": str((folder / name).resolve())}

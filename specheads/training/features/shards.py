@@ -25,8 +25,6 @@ FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
 CHECKSUM = "crc32"
 _NUMBERS = ("input_ids", "document_ids", "position_ids", "topk_ids")
-# Names in files of format 1, which can still be read.
-_OLD_NAMES = {"topk_ids": "law_ids", "topk_log_p": "law_log_p", "topk_tail": "law_tail"}
 
 
 class FeatureError(OptionError):
@@ -117,8 +115,7 @@ class Shard:
         row = {}
         for name in names:
             scale = self.file.get_slice(name + SCALE)[here] if name + SCALE in self.names else None
-            saved_as = name if name in self.names else _OLD_NAMES[name]
-            row[name] = decode_states(self.file.get_slice(saved_as)[here], scale)
+            row[name] = decode_states(self.file.get_slice(name)[here], scale)
         return row
 
     def whole(self, name: str) -> Tensor:

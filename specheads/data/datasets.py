@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.data import row_forms
 from specheads.data import rows as rows_code
 from specheads.data.batches import Collator, pack
+from specheads.data.chat_template import MissingTemplate
 from specheads.data.config import DataConfig
 from specheads.data.rows import IGNORED, TOKEN_COLUMNS, Row, chunk, tokenize, truncate
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines, source_name
@@ -135,7 +136,7 @@ def _tokenize_rows(
             tokens = tokenize(row, tokenizer, config)
             refuse_unknown_ids(tokens["input_ids"], vocab_size)
             tokenized += chunk(tokens, config.max_length, tokenizer)
-        except row_forms.MissingTemplate:
+        except MissingTemplate:
             raise
         except ValueError as error:
             raise _BadRow(index, str(error)) from error

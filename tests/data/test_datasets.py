@@ -278,6 +278,9 @@ def test_an_unknown_option_names_the_nearest_one():
         {"eval_fraction": 1.0},
         {"eval_fraction": 0.1, "eval": "x"},
         {"text_column": "messages"},
+        {"chat_template_kwargs": "enable_thinking"},
+        {"chat_template_kwargs": {1: 2}},
+        {"chat_template_kwargs": {"tools": []}},
     ],
 )
 def test_an_option_out_of_range_is_named_with_its_value(options):

@@ -29,7 +29,7 @@ class MissingTemplate(ValueError):
 class TemplateRefusal(RowError):
     """The chat template refuses a chat."""
 
-    reason = "the chat template refuses them"
+    reason = "refused by the chat template"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ COLUMNS = ("conversations", "instruction", "input", "output", "history", "system
 class RowError(ValueError):
     """A row that nothing can be learnt from. reason: its kind, by which such rows are counted."""
 
-    reason = "they are malformed"
+    reason = "malformed"
 
 
 def is_chat(columns: Collection[str]) -> bool:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.data.chat_template import ChatTemplate
 from specheads.data.row_forms import ROLES, RowError, messages_of, parse_messages, tools_of, without_none
-from specheads.data.spans import Span, UncertainSpans, spans_of
+from specheads.data.spans import Span, UncertainSpans, spans_of, specials_of
 
 if TYPE_CHECKING:
     from specheads.data.config import DataConfig
@@ -101,7 +101,7 @@ def _tokenize_chat(
         if message.keys() <= {"role"}:  # a template would write an empty turn
             raise RowError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
     stops = [tokenizer.eos_token, *tokenizer.convert_ids_to_tokens([*stop_ids])]
-    text, spans = spans_of(messages, template, [stop for stop in stops if stop])
+    text, spans = spans_of(messages, template, [stop for stop in stops if stop in specials_of(tokenizer)])
     answers = messages if template.marks_answers else messages[1:]
     spans = _without_weight_0(spans, [message for message in answers if message["role"] == "assistant"])
     ids, token_spans = _token_spans(text, spans, tokenizer)

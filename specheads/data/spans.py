@@ -28,7 +28,7 @@ _HALF_TAG = re.compile(r"[<\[][^<>\[\]]*$")
 class UncertainSpans(RowError):
     """A chat whose answers cannot be told from the text around them."""
 
-    reason = "their answers cannot be told from the prompts for certain"
+    reason = "with answers that cannot be told from the prompts for certain"
 
 
 @dataclass(frozen=True)

@@ -107,12 +107,13 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
         raise ValueError(f"row {chosen[index] + 1} of {source or name}: {reason}") from error
     kept = done.filter(_is_kept, input_columns="dropped", num_proc=config.num_proc, desc=f"check {name}")
     if len(kept) < len(done):
-        left_out, dropped = done.filter(_is_dropped, input_columns="dropped"), Dropped()
+        left_out, dropped = done.filter(_is_dropped, input_columns="dropped", desc=f"count {name}"), Dropped()
         for row in left_out.select_columns(["row", "dropped", "fault"]):
             dropped.add(row["dropped"], chosen[row["row"]] + 1, row["fault"])
+        where = f"{name} ({source})" if source else name
         if len(kept) == 0:
-            raise ValueError(f"none of the {len(done)} rows of {source or name} can be learnt from: {dropped}")
-        _log.warning("%s: dropped %d of %d rows: %s", source or name, dropped.total, len(done), dropped)
+            raise ValueError(f"none of the {len(done)} rows of {where} can be learnt from: {dropped}")
+        _log.warning("%s: dropped %d of %d rows: %s", where, dropped.total, len(done), dropped)
     kept = kept.remove_columns(["row", "dropped", "fault"])
     if not config.packing:
         return kept

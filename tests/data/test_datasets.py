@@ -117,7 +117,7 @@ def test_broken_rows_of_a_dump_are_dropped_and_counted_by_reason(options, tokeni
     if not options or "num_proc" in options:
         assert kept == 7
         assert told == [
-            f"{source}: dropped 5 of 12 rows: "
+            f"train ({source}): dropped 5 of 12 rows: "
             "3 malformed (the first is row 4: messages=[]: expected a list of {'role': …, 'content': …}); "
             "1 refused by the chat template (the first is row 9: "
             "the chat template refuses {'role': 'user', 'content': 'no'}, …: no); "

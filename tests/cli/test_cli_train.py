@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoTokenizer
 from transformers.integrations import integration_utils
 
 from specheads.bench import decoders as racers
@@ -64,6 +65,24 @@ def test_masks_are_shown_and_dropped_rows_counted(chats, capsys, caplog, cache_i
     assert "<|assistant|><think></think>⟦first<|" in out
     code, _, err = run(capsys, "train", "medusa", "base=nobody/nothing", "features=saved", "--show-mask", "1")
     assert code == 2 and "saved features have no text to show" in err
+
+
+def test_a_role_at_which_the_base_stops_is_learnt_after_an_answer(chats, tmp_path, capsys, cache_in_tmp):
+    """As with GLM-4.5, whose generation config has <|user|> among the tokens that end an answer."""
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ pad_token if m.role == 'user' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(base)
+    ask, end = tokenizer.pad_token, tokenizer.pad_token_id
+    assert end not in (None, tokenizer.eos_token_id)
+    config = json.loads((base / "generation_config.json").read_text())
+    for ends, shown in ((tokenizer.eos_token_id, f"⟦first⟧{ask}SECRET"), ([0, end], f"⟦first{ask}⟧SECRET")):
+        (base / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+        code, out, _ = run(capsys, "train", *chats, "--show-mask", "1")
+        assert code == 0 and shown in out
 
 
 def test_masks_are_in_colour_on_a_terminal():

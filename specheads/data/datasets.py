@@ -156,7 +156,7 @@ def _tokenize_rows(
         except MissingTemplate:
             raise
         except ValueError as error:
-            nothing = {"input_ids": [], "labels": []}
+            nothing: Row = {"input_ids": [], "labels": []}
             tokenized.append({**nothing, "row": index, "dropped": reason_of(error), "fault": str(error)})
             continue
         try:

@@ -66,6 +66,15 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="Device for --dry-run: H200, A100 … (default: this machine's).")
     ] = None,
+    show_mask: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Print N random rows to train on, with what is learnt marked, and exit.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a draft head from a recipe: in this process or, under `accelerate launch`, in one process per GPU.
@@ -75,12 +84,18 @@ def train(
       specheads train eagle3 base=my/model
       specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
       specheads train eagle3 --dry-run --processes 8 --distributed fsdp2 --device H200
+      specheads train eagle3 base=my/model data.train=chats.jsonl --show-mask 100
       accelerate launch -m specheads_cli train my.yaml
     """
     file = find_recipe(recipe, "train")
     for override in overrides or []:
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
+    if show_mask is not None:
+        from specheads.cli.commands import show_mask as mask
+
+        mask.show(file, overrides or [], show_mask)
+        return
     from specheads.cli.commands import train as command
 
     if dry_run:

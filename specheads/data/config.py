@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from specheads.data.chat_template import template_variables
 from specheads.options import OptionError, refuse_unknown
 
 
@@ -14,7 +15,8 @@ class DataConfig:
     """What to train on. train, eval: path, list of paths, glob, saved dataset folder, hub id, Dataset or rows.
 
     max_length: tokens of a row; max_samples: rows of train, drawn with `seed`; eval_fraction: share of the train rows
-    held out if there is no eval. split, eval_split and subset only apply to hub ids and saved folders.
+    held out if there is no eval. chat_template_kwargs: variables of the chat template, such as enable_thinking: false,
+    set as the server sets them. split, eval_split and subset only apply to hub ids and saved folders.
     """
 
     train: Any
@@ -24,6 +26,7 @@ class DataConfig:
     subset: str | None = None
     text_column: str = "text"
     messages_column: str = "messages"
+    chat_template_kwargs: Mapping[str, Any] | None = None
     max_length: int = 2048
     packing: bool = False
     num_proc: int | None = None
@@ -48,6 +51,7 @@ class DataConfig:
             raise ValueError(f"eval_fraction={self.eval_fraction!r}: expected a number in [0, 1)")
         if self.eval is not None and self.eval_fraction:
             raise ValueError(f"eval and eval_fraction={self.eval_fraction} are both given: give one of the two")
+        template_variables(self.chat_template_kwargs)
         if self.text_column == self.messages_column:
             raise ValueError(f"text_column and messages_column are both {self.text_column!r}: they must differ")
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinja2 import TemplateError
-
-from specheads.data.row_forms import TOOL_ROLES, Message, for_template, parse_messages, template_of
-from specheads.data.rows import without_none
+from specheads.data.chat_template import ChatTemplate
+from specheads.data.row_forms import TOOL_ROLES, Message, parse_messages, tools_of, without_none
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Conversation:
                 turn = []
         if turn and turn[-1]["role"] in TOOL_ROLES:
             turns.append(tuple(turn))
-        return cls(tuple(turns), without_none(json.loads(tools) if isinstance(tools, str) else tools) or None)
+        return cls(tuple(turns), tools_of({"tools": tools}))
 
     @classmethod
     def from_text(cls, text: str) -> Conversation:
@@ -88,20 +86,8 @@ class Conversation:
 
     def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
         """The messages as the chat template writes them. ValueError if there is no template or it refuses them."""
-        template = template_of(tokenizer, self.tools)
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    [for_template(message, template) for message in messages],
-                    tools=self.tools,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    **(self.template or {}),
-                )
-            )
-        except TemplateError as error:
-            first = f"{messages[0]!r:.80}, …" if len(messages) > 1 else f"{messages[0]!r:.80}"
-            raise ValueError(f"the chat template refuses {first}: {error}") from error
+        template = ChatTemplate(tokenizer, self.tools, self.template or {})
+        return template.text(messages, generation_prompt=generation_prompt)
 
     def prompt(self, answers: Sequence[str], tokenizer: Any) -> list[int]:
         """Token ids before the next answer, including the generation prompt, given the answers to earlier turns.

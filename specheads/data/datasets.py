@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specheads.data import row_forms
+from specheads.data import chat_template, row_forms, spans
 from specheads.data import rows as rows_code
 from specheads.data.batches import Collator, pack
+from specheads.data.chat_template import MissingTemplate
 from specheads.data.config import DataConfig
+from specheads.data.dropped import Dropped, reason_of
 from specheads.data.rows import IGNORED, TOKEN_COLUMNS, Row, chunk, tokenize, truncate
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines, source_name
 
@@ -29,16 +31,19 @@ __all__ = [
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
+NOTHING_TO_LEARN = "without a token to learn from"
 _PACK_ROWS = 1000  # rows packed at a time: enough to waste little space, few enough to keep rows roughly in order
 
 
 def build_datasets(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
-) -> tuple[Dataset, Dataset | None]:
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None,
+    stop_ids: Collection[int] = (),
+) -> tuple[Dataset, Dataset | None]:  # fmt: skip
     """(train, eval or None), tokenized, cut and, with packing, packed. The same for a given seed, whatever num_proc is.
 
-    vocab_size: of the base. Rows are held out whole. Rows without any supervised token are dropped, with a warning that
-    counts them. Raises ValueError if all are, and for a row that is malformed or has tokens that the base lacks.
+    vocab_size: of the base; stop_ids: see `tokenize`. Rows are held out whole. Rows that are malformed, that the chat
+    template refuses, whose answers are uncertain or that have no supervised token are dropped, with a warning that
+    counts them by reason. Raises ValueError if all are, and for a row with tokens that the base lacks.
     """
     names = ("subset", "text_column", "messages_column")
     columns = {name: getattr(config, name) for name in names}
@@ -62,7 +67,10 @@ def build_datasets(
         held_out = [row for i, row in enumerate(chosen) if i in indices]
         chosen = [row for i, row in enumerate(chosen) if i not in indices]
         evaluation = train
-    known = {"tokenizer": tokenizer, "config": config, "vocab_size": vocab_size, "code": _code()}
+    known = {
+        "tokenizer": tokenizer, "config": config, "vocab_size": vocab_size, "stop_ids": sorted(stop_ids),
+        "code": _code(),
+    }  # fmt: skip
     return _prepare(train, chosen, "train", config, known), (
         None if evaluation is None else _prepare(evaluation, held_out, "eval", config, known)
     )
@@ -70,7 +78,9 @@ def build_datasets(
 
 def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, known: dict[str, Any]) -> Dataset:
     """The chosen rows, ready to train on. known: arguments of `_tokenize_rows`. ValueError, with the row's number
-    (counted from 1), for a malformed row."""
+    (counted from 1), for a row of another base."""
+    import datasets
+
     known_columns = {
         config.text_column,
         config.messages_column,
@@ -82,22 +92,29 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
     rows = rows.select_columns([c for c in rows.column_names if c in known_columns])
     if len(chosen) < len(rows):
         rows = rows.select(chosen)
-    options: dict[str, Any] = {"batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc}
-    source = config.train if name == "train" or config.eval is None else config.eval
+    ids, text = datasets.List(datasets.Value("int64")), datasets.Value("string")
+    columns = {"input_ids": ids, "labels": ids, "row": datasets.Value("int64"), "dropped": text, "fault": text}
+    options: dict[str, Any] = {
+        "batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc,
+        "features": datasets.Features(columns),
+    }  # fmt: skip
+    source = source_name(config.train if name == "train" or config.eval is None else config.eval)
     try:
-        with naming_undecodable_lines(source):
+        with naming_undecodable_lines(config.train if name == "train" or config.eval is None else config.eval):
             done = rows.map(_tokenize_rows, with_indices=True, fn_kwargs=known, desc=f"tokenize {name}", **options)
-    except _BadRow as error:
+    except _OtherBase as error:
         index, reason = error.args
-        raise ValueError(f"row {chosen[index] + 1} of {source_name(source) or name}: {reason}") from error
-    kept = done.filter(_supervised, input_columns="labels", num_proc=config.num_proc, desc=f"check {name}")
-    if len(kept) == 0:
-        raise ValueError(
-            f"none of the {len(done)} rows of {name} has a token to learn from: expected text, or assistant turns "
-            f"inside max_length={config.max_length}"
-        )
+        raise ValueError(f"row {chosen[index] + 1} of {source or name}: {reason}") from error
+    kept = done.filter(_is_kept, input_columns="dropped", num_proc=config.num_proc, desc=f"check {name}")
     if len(kept) < len(done):
-        _log.warning("%s: dropped %d of %d rows with no token to learn from", name, len(done) - len(kept), len(done))
+        left_out, dropped = done.filter(_is_dropped, input_columns="dropped", desc=f"count {name}"), Dropped()
+        for row in left_out.select_columns(["row", "dropped", "fault"]):
+            dropped.add(row["dropped"], chosen[row["row"]] + 1, row["fault"])
+        where = f"{name} ({source})" if source else name
+        if len(kept) == 0:
+            raise ValueError(f"none of the {len(done)} rows of {where} can be learnt from: {dropped}")
+        _log.warning("%s: dropped %d of %d rows: %s", where, dropped.total, len(done), dropped)
+    kept = kept.remove_columns(["row", "dropped", "fault"])
     if not config.packing:
         return kept
     # One process, so that sequences do not depend on num_proc; packing only copies lists.
@@ -105,8 +122,8 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
     return kept.map(_pack_rows, fn_kwargs=length, batched=True, batch_size=_PACK_ROWS, desc=f"pack {name}")
 
 
-class _BadRow(ValueError):
-    """A malformed row: its index among the rows mapped, and the reason."""
+class _OtherBase(ValueError):
+    """A row with tokens that the base lacks: its index among the rows mapped, and the reason."""
 
 
 def _rows_of(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
@@ -114,31 +131,42 @@ def _rows_of(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _columns_of(rows: Sequence[Row]) -> dict[str, list]:
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _code() -> str:
     """A digest of the code that makes rows. The datasets library caches a function's results under its name alone, and
     would otherwise reuse those of another version."""
-    return f"{zlib.crc32(b''.join(Path(str(part.__file__)).read_bytes() for part in (rows_code, row_forms))):08x}"
+    parts = (rows_code, row_forms, chat_template, spans)
+    return f"{zlib.crc32(b''.join(Path(str(part.__file__)).read_bytes() for part in parts)):08x}"
 
 
 def _tokenize_rows(
     columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
-    vocab_size: int | None, code: str,
+    vocab_size: int | None, stop_ids: Collection[int], code: str,
 ) -> dict[str, list]:  # fmt: skip
-    """Tokenize a batch of rows. code: see `_code`; part of the cache key, otherwise unused."""
-    tokenized: list[Row] = []
+    """Tokenize a batch of rows; one that is dropped keeps its reason and fault. code: see `_code`; part of the cache
+    key, otherwise unused."""
+    tokenized: list[dict[str, Any]] = []
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:
-            tokens = tokenize(row, tokenizer, config)
-            refuse_unknown_ids(tokens["input_ids"], vocab_size)
-            tokenized += chunk(tokens, config.max_length, tokenizer)
-        except row_forms.MissingTemplate:
+            tokens = tokenize(row, tokenizer, config, stop_ids)
+            parts = chunk(tokens, config.max_length, tokenizer)
+        except MissingTemplate:
             raise
         except ValueError as error:
-            raise _BadRow(index, str(error)) from error
+            nothing: Row = {"input_ids": [], "labels": []}
+            tokenized.append({**nothing, "row": index, "dropped": reason_of(error), "fault": str(error)})
+            continue
+        try:
+            refuse_unknown_ids(tokens["input_ids"], vocab_size)
+        except ValueError as error:
+            raise _OtherBase(index, str(error)) from error
+        for part in parts:
+            learnt = any(label != IGNORED for label in part["labels"])
+            fault = "" if learnt else f"expected text, or assistant turns inside max_length={config.max_length}"
+            tokenized.append({**part, "row": index, "dropped": "" if learnt else NOTHING_TO_LEARN, "fault": fault})
     return _columns_of(tokenized)
 
 
@@ -159,8 +187,12 @@ def _pack_rows(columns: Mapping[str, list[Any]], max_length: int) -> dict[str, l
     return _columns_of(pack(rows, max_length))
 
 
-def _supervised(labels: Sequence[int]) -> bool:
-    return any(label != IGNORED for label in labels)
+def _is_kept(dropped: str) -> bool:
+    return not dropped
+
+
+def _is_dropped(dropped: str) -> bool:
+    return bool(dropped)
 
 
 def token_counts(dataset: Iterable[Mapping[str, Any]], vocab_size: int) -> Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from specheads.options import refuse_unknown, shown
+from specheads.options import refuse_unknown
 
 Message = dict[str, Any]
 TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # roles of a tool's result in various templates
@@ -17,8 +16,13 @@ _NAMES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "function_response": "tool",
 }  # fmt: skip
-_READS_PARTS = re.compile(r"""['"]text['"]""")  # a part's type or key, as a template refers to it
 COLUMNS = ("conversations", "instruction", "input", "output", "history", "system")
+
+
+class RowError(ValueError):
+    """A row that nothing can be learnt from. reason: its kind, by which such rows are counted."""
+
+    reason = "malformed"
 
 
 def is_chat(columns: Collection[str]) -> bool:
@@ -100,7 +104,7 @@ def _parse_call(text: Any) -> dict[str, Any] | None:
 
 def _refuse_no_text(message: Message, number: int) -> None:
     content = message.get("content")
-    if content is None or isinstance(content, str) or _is_text_parts(content):
+    if content is None or isinstance(content, str) or is_text_parts(content):
         return
     if message["role"] in TOOL_ROLES:  # some templates write tool results as JSON
         return
@@ -109,44 +113,22 @@ def _refuse_no_text(message: Message, number: int) -> None:
     )
 
 
-def _is_text_parts(content: Any) -> TypeGuard[list[Any]]:
+def is_text_parts(content: Any) -> TypeGuard[list[Any]]:
     return isinstance(content, (list, tuple)) and all(
         isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in content
     )
 
 
-def for_template(message: Message, template: str) -> Message:
-    """The message in the form that this template expects: parts of text joined by newlines, as vLLM does, unless the
-    template reads parts itself; and a call's arguments as a dict. (OpenAI's format and most data have them as a JSON
-    string, which a template would write in quotes.)"""
-    if _is_text_parts(content := message.get("content")) and not _READS_PARTS.search(template):
-        message = {**message, "content": "\n".join(part["text"] for part in content)}
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    parsed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
-            try:
-                arguments = json.loads(text)
-            except json.JSONDecodeError:
-                arguments = text
-            if isinstance(arguments, dict):
-                call = {**call, "function": {**function, "arguments": arguments}}
-        parsed.append(call)
-    return {**message, "tool_calls": parsed}
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a row, a list or JSON; None without any. ValueError for other text."""
+    tools = row.get("tools")
+    return without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
 
 
-def template_of(tokenizer: Any, tools: Any = None) -> str:
-    """The tokenizer's chat template. MissingTemplate, which says where to put one, if it has none."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise MissingTemplate(
-            f"the tokenizer {shown(str(tokenizer.name_or_path))} has no chat template, in which messages are written: "
-            "put that of the model it belongs to into its folder, as chat_template.jinja, or give rows of text"
-        )
-    return str(tokenizer.get_chat_template(tools=tools))
-
-
-class MissingTemplate(ValueError):
-    """The tokenizer has no chat template, so no chat can be tokenized."""
+def without_none(value: Any) -> Any:
+    """The value without keys whose value is None, in nested dicts and lists."""
+    # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them.
+    if isinstance(value, Mapping):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -6,48 +6,48 @@ token itself. labels[0] of every document is -100, because nothing predicts the 
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from specheads.data.row_forms import ROLES, for_template, messages_of, parse_messages, template_of
+from specheads.data.chat_template import ChatTemplate
+from specheads.data.row_forms import ROLES, RowError, messages_of, parse_messages, tools_of, without_none
+from specheads.data.spans import Span, UncertainSpans, spans_of, specials_of
 
 if TYPE_CHECKING:
     from specheads.data.config import DataConfig
 
 IGNORED = -100
 Row = dict[str, list[int]]
-Span = tuple[int, int]
 TOKEN_COLUMNS = ("labels", "loss_mask", "attention_mask", "document_ids", "position_ids")  # in addition to input_ids
 
 _COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template compares with, including roles
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Row:
+def tokenize(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig, stop_ids: Collection[int] = ()
+) -> Row:
     """One row → input_ids, labels. A row with both chat and text is a chat. Chats are cut to max_length; text is not.
 
     Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
     assistant's tokens including the end of turn, except messages with OpenAI's "weight": 0. A `tools` column is passed
-    to the template. A row that already has input_ids keeps them, supervised according to its labels or loss_mask
-    (without either, all but the first token); positions that its attention_mask marks as padding are left out. Raises
-    ValueError for a malformed row.
+    to the template. stop_ids: tokens besides eos at which the model stops; one may end a turn (GLM-4.5's <|user|>).
+    A row that already has input_ids keeps them, supervised according to its labels or loss_mask (without either, all
+    but the first token); positions that its attention_mask marks as padding are left out.
+
+    Raises RowError, a ValueError, for a row that is malformed or whose answers are uncertain; MissingTemplate.
     """
     if row.get("input_ids") is not None:
         return _tokens_of(row)
     if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
-        return truncate(_tokenize_chat(messages, row.get("tools"), tokenizer), config.max_length, tokenizer)
+        return truncate(_tokenize_chat(row, messages, tokenizer, config, stop_ids), config.max_length, tokenizer)
     text = row.get(config.text_column)
     if text is None or not isinstance(text, str):
-        raise ValueError(
+        raise RowError(
             f"a row with columns {sorted(row)} has {config.text_column}={text!r:.60}: expected a string there, "
             f"or a list of messages in {config.messages_column!r}"
         )
@@ -62,53 +62,48 @@ def _tokens_of(row: Mapping[str, Any]) -> Row:
     """The tokens and labels of a row that is already tokenized."""
     ids = list(row["input_ids"])
     if odd := [token for token in ids if not isinstance(token, int)]:
-        raise ValueError(f"a row has {odd[0]!r:.60} among its input_ids: expected whole numbers")
+        raise RowError(f"a row has {odd[0]!r:.60} among its input_ids: expected whole numbers")
     columns = {name: list(row[name]) for name in TOKEN_COLUMNS if row.get(name) is not None}
     for name, column in columns.items():
         if len(column) != len(ids):
-            raise ValueError(f"a row has {len(ids)} input_ids and {len(column)} {name}: expected as many")
+            raise RowError(f"a row has {len(ids)} input_ids and {len(column)} {name}: expected as many")
     seen = columns.get("attention_mask", [1] * len(ids))
     ids = list(compress(ids, seen))
     columns = {name: list(compress(column, seen)) for name, column in columns.items()}
     for name, column in columns.items():
         if (name == "document_ids" and len(set(column)) > 1) or (name == "position_ids" and column != sorted(column)):
-            raise ValueError(
+            raise RowError(
                 f"a row has several documents, by its {name} {column[:8]}: give each as a row; data.packing puts "
                 "several into one"
             )
     kept = list(map(bool, columns.get("loss_mask", [1] * len(ids))))
     labels = columns.get("labels", [token if learnt else IGNORED for token, learnt in zip(ids, kept, strict=True)])
     if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-        raise ValueError(
+        raise RowError(
             f"a row has input_ids {ids[:8]} and labels {labels[:8]}: expected each the token itself or {IGNORED} where "
             "it is not to be learnt"
         )
     if "loss_mask" in columns and [label != IGNORED for label in labels[1:]] != kept[1:]:
-        raise ValueError("a row has labels and another loss_mask: leave one of the two out")
+        raise RowError("a row has labels and another loss_mask: leave one of the two out")
     return {"input_ids": ids, "labels": [IGNORED, *labels[1:]] if ids else []}
 
 
-def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
-    tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
-    template = template_of(tokenizer, tools)
-    messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
+def _tokenize_chat(
+    row: Mapping[str, Any],
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    stop_ids: Collection[int],
+) -> Row:
+    template = ChatTemplate(tokenizer, tools_of(row), config.chat_template_kwargs or {})
+    messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template.source)))
     for number, message in enumerate(messages, start=1):
         if message.keys() <= {"role"}:  # a template would write an empty turn
-            raise ValueError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
-    messages = [for_template(message, template) for message in messages]
-    try:
-        if _GENERATION_MARK.search(template):
-            known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
-            rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **known)
-            (text,), (spans,) = rendered
-            answers = messages
-        else:
-            text, spans = _spans_by_rendering(messages, tools, tokenizer)
-            answers = messages[1:]
-    except (TemplateError, TypeError) as error:  # TypeError: content that is not text
-        raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
+            raise RowError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
+    stops = [tokenizer.eos_token, *tokenizer.convert_ids_to_tokens([*stop_ids])]
+    text, spans = spans_of(messages, template, [stop for stop in stops if stop in specials_of(tokenizer)])
+    answers = messages if template.marks_answers else messages[1:]
     spans = _without_weight_0(spans, [message for message in answers if message["role"] == "assistant"])
-    spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
     ids, token_spans = _token_spans(text, spans, tokenizer)
     labels = [IGNORED] * len(ids)
     for first, stop in token_spans:
@@ -121,65 +116,15 @@ def _without_weight_0(spans: list[Span], answers: list[Any]) -> list[Span]:
     """The spans of answers whose `weight` (default 1) is not 0."""
     weights = [answer.get("weight", 1) for answer in answers]
     if odd := [weight for weight in weights if weight not in (0, 1)]:
-        raise ValueError(f"a message has weight={odd[0]!r:.60}: expected 0 or 1")
+        raise RowError(f"a message has weight={odd[0]!r:.60}: expected 0 or 1")
     if all(weights):
         return spans
     if len(spans) != len(answers):
-        raise ValueError(
+        raise RowError(
             f"the chat template marks {len(spans)} spans as generated, and there are {len(answers)} messages of the "
             "assistant: a weight of 0 cannot be followed"
         )
     return [span for span, weight in zip(spans, weights, strict=True) if weight]
-
-
-def without_none(value: Any) -> Any:
-    """The value without keys whose value is None, in nested dicts and lists."""
-    # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them.
-    if isinstance(value, Mapping):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _spans_by_rendering(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
-    """The conversation as text, and the span of characters of each assistant turn: what follows its generation prompt.
-
-    An assistant turn that opens the conversation answers no prompt and is left out. Raises ValueError if the template
-    renders a turn differently once others follow it.
-    """
-
-    def render(turns: list[Any], prompt: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt))
-
-    text, spans = render(messages), []
-    for i in range(1, len(messages)):
-        if messages[i]["role"] != "assistant":
-            continue
-        prompt, done = render(messages[:i], prompt=True), render(messages[: i + 1])
-        # Qwen3 drops a turn's thinking once another turn follows: the turn then ends at the first end of turn.
-        eos_at = text.find(tokenizer.eos_token, len(prompt)) if tokenizer.eos_token else -1
-        if text.startswith(prompt) and text.startswith(done):
-            spans.append((len(prompt), max(len(prompt), len(done))))
-        elif text.startswith(prompt) and eos_at >= 0:
-            spans.append((len(prompt), eos_at + len(tokenizer.eos_token)))
-        else:
-            same = len(os.path.commonprefix([text, prompt if not text.startswith(prompt) else done]))  # noqa: RUF071
-            raise ValueError(
-                f"the chat template renders the turns up to message {i} differently when the whole conversation is "
-                f"there (from {text[same : same + 40]!r} on), so the assistant's tokens cannot be found: put "
-                "{% generation %} … {% endgeneration %} around them in the template, or keep one assistant turn a row"
-            )
-    return text, spans
-
-
-def _to_end_of_turn(text: str, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Span:
-    """The span extended by the eos that follows it, without white space after its last special token.
-
-    The assistant emits the end of turn and stops there; the newline after it is the template's.
-    """
-    if tokenizer.eos_token and text.startswith(tokenizer.eos_token, end):
-        end += len(tokenizer.eos_token)
-    bare = text[start:end].rstrip()
-    return (start, start + len(bare)) if bare.endswith(tuple(tokenizer.all_special_tokens)) else (start, end)
 
 
 def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
@@ -192,7 +137,7 @@ def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBas
         for edge in {edge for span in spans for edge in span} - set(counts):
             head = tokenizer(text[:edge], add_special_tokens=False, verbose=False)["input_ids"]
             if ids[: len(head)] != head:
-                raise ValueError(
+                raise UncertainSpans(
                     f"{type(tokenizer).__name__} has no offsets and merges tokens across the edge of an assistant turn "
                     f"at {text[max(0, edge - 20) : edge + 20]!r}: use the fast tokenizer"
                 )

@@ -49,7 +49,8 @@ def load_dataset_rows(
         listed = list(source)
         if bad := [row for row in listed if not isinstance(row, Mapping)]:
             raise ValueError(f"a row is {bad[0]!r:.80}: expected a dict with {text_column!r} or {messages_column!r}")
-        rows = datasets.Dataset.from_list(listed)
+        names = dict.fromkeys(name for row in listed for name in row)  # from_list reads the first row's alone
+        rows = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in listed])
     else:
         raise ValueError(f"cannot read rows from {name}: expected a path, a hub id, a Dataset or dicts")
     if len(rows) == 0:

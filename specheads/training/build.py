@@ -19,7 +19,7 @@ from specheads.data.datasets import build_datasets, token_counts
 from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import hub_options
-from specheads.models.base.loading import as_dtype, load_config, load_tokenizer
+from specheads.models.base.loading import as_dtype, load_config, load_tokenizer, stop_ids
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
@@ -37,10 +37,11 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
     recipe has a feature_cache."""
     assert recipe.data is not None
     hub = hub_options(recipe.base)
-    vocab_size = load_config(recipe.base, **hub).get_text_config(decoder=True).vocab_size
+    config = load_config(recipe.base, **hub).get_text_config(decoder=True)
     tokenizer = load_tokenizer(recipe.base, **hub)
+    stops = stop_ids(recipe.base, config, tokenizer, **hub)
     with arguments.main_process_first(desc="reading the data"):
-        train, held_out = build_datasets(recipe.data, tokenizer, vocab_size)
+        train, held_out = build_datasets(recipe.data, tokenizer, config.vocab_size, stops)
     model, collator = build_model(recipe, train), Collator(padding_id(tokenizer))
     if recipe.feature_cache is None:
         return model, train, held_out, collator

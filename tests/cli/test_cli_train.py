@@ -1,13 +1,19 @@
 """specheads train, demo."""
 
+import io
 import json
+import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
+from transformers import AutoTokenizer
 from transformers.integrations import integration_utils
 
 from specheads.bench import decoders as racers
+from specheads.cli.commands import show_mask
 from specheads.cli.demo import live, story
 from tests.support.command_line import CONTROL, run
 from train import heads
@@ -30,6 +36,59 @@ def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys, 
     assert run(capsys, "train", recipe)[0] == 0 and said in caplog.text
     code, _, err = run(capsys, "train", recipe, "training.max_stesp=1")
     assert code == 2 and "max_steps" in err
+
+
+@pytest.fixture
+def chats(shipped, tmp_path):
+    """What a recipe is given to train on chats, of which one is broken, by a base whose template writes <|role|>."""
+    base = tmp_path / "base"
+    shutil.copytree(shipped / "base", base)
+    (base / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{% if fast and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% if fast %}<think></think>{% endif %}{% endif %}"
+    )
+    turns = [("user", "ask \x1b[31m"), ("assistant", "first"), ("user", "SECRET"), ("assistant", "second")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]}, {"messages": []}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["medusa", f"base={base}", f"data.train={tmp_path}/rows.jsonl", "data.eval_fraction=0"]
+
+
+def test_masks_are_shown_and_dropped_rows_counted(chats, capsys, caplog, cache_in_tmp):
+    code, out, _ = run(capsys, "train", *chats, "--show-mask", "9")
+    assert code == 0 and CONTROL.search(out) is None
+    end = r"<\|\w+\|>⟧"
+    assert re.search(rf"<\|assistant\|>⟦first{end}<\|user\|>SECRET<\|assistant\|>⟦second{end}\n", out)
+    assert out.rstrip().endswith("1 of 1 rows to train on; what is learnt is in ⟦ ⟧")
+    assert "dropped 1 of 2 rows: 1 malformed (the first is row 2: messages=[]" in caplog.text
+    code, out, _ = run(capsys, "train", *chats, "data.chat_template_kwargs={fast: true}", "--show-mask=1")
+    assert "<|assistant|><think></think>⟦first<|" in out
+    code, _, err = run(capsys, "train", "medusa", "base=nobody/nothing", "features=saved", "--show-mask", "1")
+    assert code == 2 and "saved features have no text to show" in err
+
+
+def test_a_role_at_which_the_base_stops_is_learnt_after_an_answer(chats, tmp_path, capsys, cache_in_tmp):
+    """As with GLM-4.5, whose generation config has <|user|> among the tokens that end an answer."""
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ pad_token if m.role == 'user' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(base)
+    ask, end = tokenizer.pad_token, tokenizer.pad_token_id
+    assert end not in (None, tokenizer.eos_token_id)
+    config = json.loads((base / "generation_config.json").read_text())
+    for ends, shown in ((tokenizer.eos_token_id, f"⟦first⟧{ask}SECRET"), ([0, end], f"⟦first{ask}⟧SECRET")):
+        (base / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+        code, out, _ = run(capsys, "train", *chats, "--show-mask", "1")
+        assert code == 0 and shown in out
+
+
+def test_masks_are_in_colour_on_a_terminal():
+    console, row = Console(file=io.StringIO(), force_terminal=True), {"input_ids": [5, 6], "labels": [-100, 6]}
+    show_mask.print_row(console, 1, row, SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>"))
+    assert re.search(r"<5>\x1b\[0m\x1b\[1;32m<6>", console.file.getvalue()) and "⟦" not in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ def test_variables_reach_the_template():
     assert tokenizer.decode(conversation.prompt((), tokenizer)) == "<|user|>a<|assistant|>no"
 
 
+@pytest.mark.parametrize("content", ["", None])
+def test_a_prompt_has_calls_as_the_template_takes_them(content):
+    """DeepSeek's joins the arguments to text, and takes no null content."""
+    template = TEMPLATE.replace(" | tojson", " + '.'").replace("{{ m.content }}", "{{ m.content + '' }}")
+    chat = [*messages(("user", "1")), {**CALL, "content": content}, *messages(("tool", "42"))]
+    assert (
+        asked(chat, ["x"], template)[1]
+        == '<|user|>1<|assistant|>(I must look)look{"at": "Ü"}.<|end|><|tool|>42<|assistant|>'
+    )
+
+
+def test_what_the_template_refuses_is_one_line():
+    with pytest.raises(ValueError, match=r"the chat template refuses .*: can only concatenate"):
+        asked(messages(("user", "1")), [], "{{ messages[0].content + 1 }}")
+
+
 @pytest.mark.parametrize(
     ("other", "same"),
     [

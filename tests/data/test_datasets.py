@@ -12,7 +12,7 @@ import torch
 from specheads.data import datasets
 from specheads.data.config import DataConfig
 from specheads.data.datasets import IGNORED, build_datasets, load_dataset_rows, token_counts
-from tests.support.chat_tokenizer import CHAT, build_tokenizer, config, supervised
+from tests.support.chat_tokenizer import CHAT, UNMARKED, build_tokenizer, config, supervised
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -96,25 +96,54 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path):
         load_dataset_rows(str(named).replace("rows", "row"))
 
 
-@pytest.mark.parametrize("split", [{}, {"max_samples": 6}, {"eval_fraction": 0.4}, {"num_proc": 2}])
-def test_a_row_that_makes_no_sense_is_named_by_its_number_in_the_file(split, tokenizer, tmp_path):
-    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": f"b {n}"}]} for n in range(8)]
-    told = {}
-    for number in (1, 6, 8):
-        bad = [dict(row) for row in rows]
-        bad[number - 1] = {"conversations": [{"from": "hooman", "value": "a"}]}
-        source = str(write_jsonl(tmp_path / f"{number}.jsonl", bad))
-        told[f"row {number} of {source}: message 1: unknown role 'hooman'"] = said(
-            config(train=source, **split), tokenizer
-        )
-    assert all(message is None or message.startswith(expected) for expected, message in told.items())
-    assert None not in told.values() or (split == {"max_samples": 6} and any(told.values()))  # some are not drawn
+@pytest.mark.parametrize("options", [{}, {"max_samples": 6}, {"eval_fraction": 0.4}, {"num_proc": 2}])
+def test_broken_rows_of_a_dump_are_dropped_and_counted_by_reason(options, tokenizer, tmp_path, caplog):
+    """With the number in the file of the first of each kind."""
+    good, strict = (
+        {"from": "human", "value": "a"},
+        "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}",
+    )
+    rows = [{"conversations": [good, {"from": "gpt", "value": f"b {n}"}]} for n in range(12)]
+    rows[3]["conversations"] = []
+    rows[5]["conversations"] = [good, {"from": "gpt", "value": None}]
+    rows[7]["conversations"] = [{"from": "hooman", "value": "a"}]
+    rows[8]["conversations"] = [{"from": "human", "value": "no"}, {"from": "gpt", "value": "b"}]
+    rows[10]["conversations"] = [good]
+    source = str(write_jsonl(tmp_path / "dump.jsonl", rows))
+    with caplog.at_level(logging.WARNING, logger="specheads.data.datasets"):
+        sides = build_datasets(config(train=source, **options), build_tokenizer(strict + UNMARKED))
+    kept = sum(len(side) for side in sides if side is not None)
+    told = [record.getMessage() for record in caplog.records]
+    if not options or "num_proc" in options:
+        assert kept == 7
+        assert told == [
+            f"train ({source}): dropped 5 of 12 rows: "
+            "3 malformed (the first is row 4: messages=[]: expected a list of {'role': …, 'content': …}); "
+            "1 refused by the chat template (the first is row 9: "
+            "the chat template refuses {'role': 'user', 'content': 'no'}, …: no); "
+            "1 without a token to learn from (the first is row 11: "
+            "expected text, or assistant turns inside max_length=2048)"
+        ]
+    assert kept + sum(int(re.search(r"dropped (\d+) of", line)[1]) for line in told) == options.get("max_samples", 12)
+    numbers = {int(number) for line in told for number in re.findall(r"is row (\d+)", line)}
+    assert numbers and numbers <= {4, 6, 8, 9, 11}
+    assert sides[0].column_names == ["input_ids", "labels"]
+
+
+def test_a_dataset_of_broken_rows_alone_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match=r"none of the 2 rows of train can be learnt from: 2 malformed .* row 1: mess"):
+        build_datasets(config(train=[{"messages": []}] * 2), tokenizer)
+
+
+def test_a_tokenizer_without_a_template_is_an_error_and_drops_no_row(tokenizer):
+    bare = build_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        build_datasets(config(train=[{"text": "a b"}, {"messages": CHAT}]), bare)
 
 
 ROWS = {"text": '{"text": "plain words"}', "ids": '{"input_ids": [5, 6, 7]}'}
 MALFORMED = {
-    "null text": ("text", b'{"text": null}', "row 2 of {file}: a row with columns ['text'] has text=None"),
-    "no messages": ("text", b'{"messages": []}', "row 2 of {file}: messages=[]: expected a list"),
     "not UTF-8": ("text", b'{"text": "caf\xe9"}', "{file}, line 2: byte 0xe9 at column 14 is not UTF-8; save the file"),
     "unknown id": (
         "ids",
@@ -149,14 +178,6 @@ def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(tokenizer):
     rows = [{"text": "plain words"}]
     with pytest.raises(ValueError, match=r"row 1 of train: token \d+ is outside the base's vocabulary of 3"):
         build_datasets(config(train=rows), tokenizer, 3)
-
-
-def said(config, tokenizer):
-    """The error of building; None without one."""
-    try:
-        build_datasets(config, tokenizer)
-    except ValueError as error:
-        return str(error)
 
 
 def test_sharegpt_and_alpaca_files_train_as_the_same_chats_do(tokenizer, tmp_path):
@@ -278,6 +299,9 @@ def test_an_unknown_option_names_the_nearest_one():
         {"eval_fraction": 1.0},
         {"eval_fraction": 0.1, "eval": "x"},
         {"text_column": "messages"},
+        {"chat_template_kwargs": "enable_thinking"},
+        {"chat_template_kwargs": {1: 2}},
+        {"chat_template_kwargs": {"tools": []}},
     ],
 )
 def test_an_option_out_of_range_is_named_with_its_value(options):

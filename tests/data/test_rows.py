@@ -89,12 +89,6 @@ def test_a_tokenizer_without_offsets_gives_the_same_text():
     assert supervised(row, slow) == ["very well</s>", "still well</s>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    counting = "{{ messages | length }}" + UNMARKED
-    with pytest.raises(ValueError, match=r"message 2 differently .*generation %\}"):
-        tokenize({"messages": CHAT}, build_tokenizer(counting), config())
-
-
 def test_text_is_supervised_but_for_its_first_token_and_ends_with_eos(tokenizer):
     row = tokenize({"text": "a plain text"}, tokenizer, config())
     assert tokenizer.decode(row["input_ids"]) == "a plain text<|end|>"

@@ -20,6 +20,7 @@ class Mutation:
 
 M = Mutation
 ROWS = "data/test_rows.py"
+SPANS = "data/test_spans.py"
 AUTO = "decoding/test_auto_drafter.py"
 UNREAD = "decoding/test_unread_positions.py"
 BLOCK = "decoding/test_block.py"
@@ -582,8 +583,18 @@ MUTATIONS = (
     # --- Data rows ---
     M("first token of a text supervised", "data.rows:tokenize",
       "[IGNORED, *ids[1:]]", "list(ids)", ROWS, "first_token"),
-    M("end of turn not learnt", "data.rows:_to_end_of_turn",
-      "end += len(tokenizer.eos_token)", "pass", ROWS, "generation_marks or assistant_tokens"),
+    M("end of turn not learnt", "data.spans:_to_end_of_turn",
+      "_stopped(text, span[1], stops)", "span[1]", ROWS, "generation_marks or assistant_tokens"),
+    M("what is written at a chat's end learnt", "data.spans:_Chat.end",
+      "is_last:  #", "False:  #", SPANS, "no_others"),
+    M("half a prompt that may be anything", "data.spans:_Chat.start",
+      "marker not in before.at or", "False and", SPANS, "certain"),
+    M("tags shared in part", "data.spans:_shared_length",
+      "_HALF_TAG.search(a[:low])", "None", SPANS, "no_others"),
+    M("texts that a marker changes", "data.spans:_Chat.__init__",
+      "self.whole.text == text", "True", SPANS, "certain"),
+    M("arguments of a call as a dict alone", "data.chat_template:ChatTemplate._as_taken",
+      "arguments=_as_json", "arguments=_as_dict", SPANS, "call"),
     M("cut row without room for its bos", "data.rows:truncate",
       "start + len(bos)", "start", ROWS, "cut_row"),
     M("chunk of the last token alone", "data.rows:chunk",

@@ -303,8 +303,7 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
     ("rows", "options", "said"),
     [
         ([{"prompt": ""}], "", "row 1"),
-        ([{"prompt": "a"}, {"prompt": None}], "", "row 2"),
-        ([{"prompt": "a"}, {"text": "b"}], "", "rows of text go into their own file"),
+        ([{"prompt": None, "text": "b"}], "", "rows of text go into their own file"),
         ([{"messages": []}], "", "expected a list of"),
         ([{"messages": [{"content": "a"}]}], "", "'role'"),
         ([{"messages": [{"role": "user"}]}], "", "'content'"),
@@ -312,7 +311,7 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"messages": [{"role": "user", "content": "refuse"}]}], "", "not that"),
         ([{"other": "a"}], "", "'prompt'"),
         ([{"text": "a"}], "", "lower --prompt_tokens"),
-        ([{"text": "a"}, {"text": None}], "", "row 2 of {tmp}/rows.jsonl: a row with columns ['text'] has text=None"),
+        ([{"text": None}], "", "a row with columns ['text'] has text=None"),
         ([{"input_ids": [5, 257]}, {"input_ids": [5, 258]}], "", "row 2 of {tmp}/rows.jsonl: token 258 is outside"),
         ([{"input_ids": [5]}, {"input_ids": [-1]}], "", "row 2 of {tmp}/rows.jsonl: token -1 is outside"),
         ([{"text": "a"}], "--chat", "--chat"),
@@ -360,6 +359,22 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     own = [line for line in err.splitlines() if line.startswith("train/self_distill.py: ")]
     assert code == 2 and not out and "Traceback" not in err
     assert len(own) == 1 and said.replace("{tmp}", str(tmp_path)) in own[0]
+
+
+def test_broken_rows_are_left_out_and_counted_by_reason(folder, tmp_path, capsys, cache_in_tmp, offline):
+    user, call = {"role": "user", "content": "a"}, {"function": {"name": "add", "arguments": "{}"}}
+    chats = [
+        [user], [], [{"role": "users", "content": "a"}], [{"role": "user", "content": "refuse"}],
+        [{"role": "user", "content": None}], [{"role": "assistant", "content": "a"}],
+        [user, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}],
+    ]  # fmt: skip
+    source = write(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
+    known = ("--base", folder, "--source", source, "--output", tmp_path / "own.jsonl", "--max_new_tokens", "4")
+    assert self_distill.main(list(map(str, known))) == 0
+    err = capsys.readouterr().err
+    assert f"{source}: left out 5 of 7 rows: 3 malformed (the first is row 2: messages=[]: expected" in err
+    assert "; 1 refused by the chat template (the first is row 4: " in err
+    assert "; 1 without a message of the user (the first is row 6)" in err
 
 
 @pytest.mark.parametrize("row", [b'{"text": "caf\xe9"}', b'{"prompt": "caf\xe9"}'])

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -89,6 +90,19 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> Any:
             f"{name} has no tokenizer that can be loaded: save one beside the model with tokenizer.save_pretrained() "
             f"({reason(error)})"
         ) from error
+
+
+def stop_ids(name: str | os.PathLike[str], config: Any, tokenizer: Any, **options: Any) -> set[int]:
+    """The tokens at which a model stops: those of its generation config, its config and its tokenizer. options: of
+    from_pretrained()."""
+    try:
+        given = GenerationConfig.from_pretrained(name, **options).eos_token_id
+    except OSError:
+        given = None
+    found: set[int] = set()
+    for value in (given, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+        found |= {*value} if isinstance(value, list) else set() if value is None else {value}
+    return found
 
 
 def refuse_without_config(name: str | os.PathLike[str]) -> None:

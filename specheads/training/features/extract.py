@@ -25,7 +25,7 @@ from specheads.files import remove_unfinished
 from specheads.heads import HEADS
 from specheads.hub import commit_of, hub_options
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.base.loading import load_config, load_tokenizer
+from specheads.models.base.loading import load_config, load_tokenizer, stop_ids
 from specheads.models.base.quantized import quantization_of
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
@@ -78,8 +78,9 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
     config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
     tokenizer = load_tokenizer(recipe.base, **hub)
+    stops = stop_ids(recipe.base, config, tokenizer, **hub)
     with state.main_process_first():
-        datasets = build_datasets(recipe.data, tokenizer, config.vocab_size)
+        datasets = build_datasets(recipe.data, tokenizer, config.vocab_size, stops)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}
     rows, tokens = sum(map(len, splits.values())), sum(map(num_tokens, splits.values()))
     token_bytes = bytes_per_token(config, taps, options, recipe)

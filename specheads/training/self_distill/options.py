@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
+from specheads.data.chat_template import template_variables
 from specheads.data.config import DataConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -114,7 +115,7 @@ class Options:
     @cached_property
     def template(self) -> dict[str, Any] | None:
         """Variables of the chat template."""
-        return _json_object("chat_template_kwargs", self.chat_template_kwargs) or None
+        return template_variables(_json_object("chat_template_kwargs", self.chat_template_kwargs)) or None
 
     @cached_property
     def request(self) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from itertools import count
 from typing import Any, ClassVar, cast
 
 from specheads.data import corpus
+from specheads.data.chat_template import MissingTemplate
 from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
 from specheads.data.datasets import refuse_unknown_ids
-from specheads.data.row_forms import is_chat, messages_of
+from specheads.data.dropped import Dropped, reason_of
+from specheads.data.row_forms import RowError, is_chat, messages_of
 from specheads.data.rows import IGNORED, Row, tokenize
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines
 from specheads.training.self_distill.options import WINDOWS, Options
@@ -121,38 +123,58 @@ def _mark(asked: Sequence[Question]) -> str:
 
 
 def _texts(options: Options, rows: Iterable[dict[str, Any]], tokenizer: Any) -> list[list[int]]:
-    """The rows of text as ids. ValueError names a malformed row, or one with ids the tokenizer lacks."""
+    """The rows of text as ids. Malformed ones are left out; ValueError names a row with ids the tokenizer lacks."""
     config, vocab_size = DataConfig(train=options.source), 1 + max(tokenizer.get_vocab().values())
-    encoded = []
+    encoded, left_out = list[list[int]](), Dropped()
     for number, row in enumerate(rows, start=1):
         try:
-            encoded.append(tokenize(row, tokenizer, config)["input_ids"])
-            refuse_unknown_ids(encoded[-1], vocab_size)
+            ids = tokenize(row, tokenizer, config)["input_ids"]
+        except ValueError as error:
+            left_out.add(reason_of(error), number, str(error))
+            continue
+        try:
+            refuse_unknown_ids(ids, vocab_size)
         except ValueError as error:
             raise ValueError(f"row {number} of {options.source}: {error}") from error
+        encoded.append(ids)
+    _tell(left_out, len(encoded), options)
     return encoded
 
 
 def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) -> list[Question]:
-    """The questions of rows of messages or prompts, each once. ValueError names a malformed row."""
+    """The questions of rows of messages or prompts, each once. Rows without one are left out, and counted on stderr;
+    ValueError if all are."""
     asked: dict[Hashable, Question] = {}
-    without_user = 0
+    left_out = Dropped()
     for number, row in enumerate(rows, start=1):
         try:
             one = question(row, tokenizer, options)
+            if one.num_turns == 0:
+                left_out.add("without a message of the user", number)
+                continue
+            if isinstance(one, Conversation):  # the template may refuse it
+                one.text(one.messages(["x"] * (one.num_turns - 1)), tokenizer, generation_prompt=True)
+        except MissingTemplate:
+            raise
         except ValueError as error:
-            raise ValueError(f"row {number} of {options.source}: {error}") from error
-        if one.num_turns:
-            asked.setdefault(one.key, one)
-        else:
-            without_user += 1
-    if not asked:
-        raise ValueError(f"none of the {without_user} rows of {options.source} has a message of the user")
-    if without_user:
-        print(f"left out {without_user} of {len(rows)} rows without a message of the user", file=sys.stderr)
-    if again := len(rows) - without_user - len(asked):
+            left_out.add(reason_of(error), number, str(error))
+            continue
+        asked.setdefault(one.key, one)
+    kept = len(rows) - left_out.total
+    _tell(left_out, kept, options)
+    if again := kept - len(asked):
         print(f"asked once: {again} of {len(rows)} rows ask what another row asks", file=sys.stderr)
     return list(asked.values())
+
+
+def _tell(left_out: Dropped, kept: int, options: Options) -> None:
+    """Print which rows are left out. ValueError if none is kept."""
+    if not left_out.total:
+        return
+    rows = left_out.total + kept
+    if not kept:
+        raise ValueError(f"none of the {rows} rows of {options.source} can be asked: {left_out}")
+    print(f"{options.source}: left out {left_out.total} of {rows} rows: {left_out}", file=sys.stderr)
 
 
 def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
@@ -161,7 +183,7 @@ def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
         return Conversation.from_messages(messages, row.get("tools")).with_template(options.template)
     text = row.get("prompt")
     if not isinstance(text, str) or not text:
-        raise ValueError(f"expected messages or a prompt, not prompt={text!r:.60}; rows of text go into their own file")
+        raise RowError(f"expected messages or a prompt, not prompt={text!r:.60}; rows of text go into their own file")
     if options.chat:
         return Conversation.from_text(text).with_template(options.template)
     return TextPrompt(list(tokenizer(text, verbose=False)["input_ids"]))

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from specheads.data.conversation import TOOL_ROLES, Conversation, Message
 from specheads.decoding.drafters.retokenize import encode_after
 from specheads.hub import hub_options
+from specheads.models.base.loading import stop_ids
 from specheads.training.self_distill.local import prompt_room
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.server import Refused
@@ -40,7 +41,7 @@ class Replies:
         self.tokenizer = tokenizer
         config = _config(options.base)
         self.prompt_room = prompt_room(config, options)
-        self.ends = _ends(options.base, config, tokenizer)
+        self.ends = stop_ids(options.base, config, tokenizer, **hub_options(options.base))
         self.vocab_size = max(len(tokenizer), getattr(config, "vocab_size", None) or 0)
         self.count = self.as_text = self.other_prompts = 0
 
@@ -199,15 +200,3 @@ def _config(base: str) -> Any:
         return AutoConfig.from_pretrained(base, **hub_options(base))
     except (OSError, ValueError):  # a folder with a tokenizer alone, or a model newer than transformers
         return None
-
-
-def _ends(base: str, config: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer."""
-    try:
-        given = [GenerationConfig.from_pretrained(base, **hub_options(base)).eos_token_id]
-    except OSError:
-        given = []
-    ends: set[int] = set()
-    for value in (*given, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
-        ends |= {*value} if isinstance(value, list) else set() if value is None else {value}
-    return ends

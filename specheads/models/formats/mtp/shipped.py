@@ -6,6 +6,7 @@ transformers drops these tensors when it loads the model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +30,11 @@ from specheads.models.formats.shards import INDEX, refuse_paths
 from specheads.options import listing
 
 _NESTED, _ZERO_FIRST = "text_config", "specheads_zero_first_embedding"
+_OF_MODULES = re.compile("mtp|nextn")  # keys about modules
+_SHOWN = {
+    "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_mlp_layer_types",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+}  # fmt: skip
 
 
 class Modules(NamedTuple):
@@ -120,6 +126,10 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         if files.pickled:
             return False
         return refused(files.names) is not None or find_modules(files, _num_layers(files.config or {})) is not None
+
+    def ignores(self, path: tuple[str, ...]) -> bool:
+        """The config is the base's, which transformers reads; of the modules' keys, those that their tensors show."""
+        return path[-1] in _SHOWN or not _OF_MODULES.search(path[-1])
 
     def base_of(self, files: Files) -> str | None:
         named = (files.config or {}).get("base_model_name_or_path")

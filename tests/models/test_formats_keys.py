@@ -18,6 +18,7 @@ from specheads.models.formats import FORMATS
 from specheads.models.formats.importing import find_foreign
 from specheads.models.formats.keys.other_kinds import OTHER_KINDS
 from specheads.models.formats.keys.without_effect import ONLY, WITHOUT_EFFECT
+from specheads.models.named import holds_head
 from tests.reference import foreign, foreign_blocks, foreign_depths, foreign_modelopt, published_keys
 from tests.support import shipped_mtp
 from tests.support.assert_drafts import embeddings
@@ -243,6 +244,21 @@ def test_an_option_of_mtp_modules_that_is_not_known_is_refused_and_those_of_the_
         read(tmp_path, base)
 
 
+def test_a_module_has_the_type_that_the_config_gives_its_layers(tmp_path):
+    """EXAONE-MoE's layers of both types have the same tensors."""
+    shipped_mtp.write(tmp_path, "exaone_moe", sharded=False)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    types = base.config.layer_types
+    for kind in set(types):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"mtp_layer_types": [kind]}))
+        (index,) = find_foreign(tmp_path).head_config(base).layer_indices
+        assert types[index] == kind
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mtp_layer_types": ["chunked_attention"]}))
+    with pytest.raises(CheckpointError, match=r"'chunked_attention' \(mtp_layer_types\), and none of the target's is"):
+        find_foreign(tmp_path).head_config(base)
+
+
 # --- Kinds of drafts that are not read ---
 
 OTHERS = {
@@ -278,3 +294,9 @@ def test_another_kind_of_draft_is_named_with_what_to_do_instead(what, base, tmp_
         SpecModel.from_pretrained(tmp_path, base=base)
     kind = OTHER_KINDS[list(OTHERS).index(what)]
     assert f"it is {kind.what}, which is not read here: {kind.instead}" in str(refusal.value)
+
+
+def test_a_drafter_by_name_that_is_another_kind_says_so_and_a_whole_model_drafts(tmp_path):
+    for what in ("a PARD draft model", "an MLPSpeculator"):
+        foreign.write(tmp_path / what, OTHERS[what], {"model.norm.weight": torch.ones(32)})
+        assert holds_head(str(tmp_path / what)) == (what != "a PARD draft model")

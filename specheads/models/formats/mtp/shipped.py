@@ -27,7 +27,7 @@ from specheads.models.formats.mtp.beside import BaseFiles
 from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
 from specheads.models.formats.shards import INDEX, refuse_paths
-from specheads.options import listing
+from specheads.options import listing, shown
 
 _NESTED, _ZERO_FIRST = "text_config", "specheads_zero_first_embedding"
 _OF_MODULES = re.compile("mtp|nextn")  # keys about modules
@@ -182,15 +182,25 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         }  # fmt: skip
 
     def _indices(self, files: Files, config: dict[str, Any], layers: int, modules: Modules) -> tuple[int, ...]:
-        """For each module layer, the target layer of the same form, by its tensors. CheckpointError if none matches."""
-        convert, forms = LayerTensors(config), layer_forms(config)
+        """For each module layer, the target layer of the same form, by its tensors, and of the type that the config
+        gives to module layers, if it does (Mellum). CheckpointError if none matches."""
+        convert, forms, target = LayerTensors(config), layer_forms(config), TargetLayers(config)
+        given = files.config or {}
+        types = (table(given, _NESTED) or given).get("mtp_layer_types") or []
         found: list[int] = []
         for j in range(len(modules.naming.layers)):
             tensors, why = self._layer(files, 0, j, layers, modules), ""
             for i in forms.values():
                 converted = convert.from_checkpoint(tensors, i)
                 if isinstance(converted, dict):
-                    found.append(i)
+                    kind = types[j] if isinstance(types, list) and j < len(types) else target.type_of(i)
+                    alike = (
+                        n for n in (i, *range(len(target.layers))) if layer_form(target, n) == layer_form(target, i)
+                    )
+                    if (index := next((n for n in alike if target.type_of(n) == kind), None)) is None:
+                        raise CheckpointError(f"{files}: layer {j} of its MTP module is of type {shown(kind)} "
+                                              "(mtp_layer_types), and none of the target's is")  # fmt: skip
+                    found.append(index)
                     break
                 why = why or converted
             else:

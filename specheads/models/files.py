@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specheads.options import OptionError, listing, reason, shortened
+from specheads.options import Advice, OptionError, listing, reason, shortened
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
@@ -26,6 +27,8 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "BOOL": torch.bool,
 }  # fmt: skip
+
+_QUANTISED = re.compile(r"F[468]_|F[46]$|float[48]_|\bI8|\bU8|u?int8")  # dtypes that store weights in 8 bits or fewer
 
 
 class CheckpointError(OptionError):
@@ -95,6 +98,11 @@ def read_tensors(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
 def meta_tensor(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
     """A meta tensor. CheckpointError for a dtype that no head has, or an impossible shape."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        if _QUANTISED.search(str(dtype)):
+            raise CheckpointError(
+                f"{path}: {shortened(name)} is quantised ({shortened(dtype)}), and heads here are not; take a copy in "
+                "bfloat16"
+            )
         raise CheckpointError(f"{path}: {shortened(name)} is {shortened(dtype)}; expected {', '.join(DTYPES)}")
     try:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -119,7 +127,7 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
     if found:
         hint = ", or load it as it is with {allow_nonfinite}" if allowable else ""
         raise CheckpointError(
-            f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=True
+            f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=Advice(True)
         )
 
 

@@ -22,7 +22,9 @@ from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
 from specheads.models.costs import auto_drafter
 from specheads.models.files import CheckpointError
+from specheads.models.formats.files import Files
 from specheads.models.formats.importing import find_foreign
+from specheads.models.formats.keys.other_kinds import other_kind
 from specheads.models.saved_head import read
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
@@ -130,6 +132,9 @@ def holds_head(source: str) -> bool:
         if (why := foreign.refusal()) is not None:
             logger.warning_once("%s is decoded without the draft modules that it ships: %s", source, why)
         return why is None
+    other = other_kind(Files(source, hub_options(source)).config or {})
+    if other is not None and not other.model:
+        return True
     refuse_without_config(source)
     try:
         config = AutoConfig.from_pretrained(source, **hub_options(source))

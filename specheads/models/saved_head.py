@@ -22,6 +22,8 @@ from specheads.models.base.lora import JointConfig, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, read_header, read_tensors
 from specheads.models.formats.importing import find_foreign
+from specheads.models.formats.keys.other_kinds import refuse_unread_kind
+from specheads.models.formats.keys.without_effect import WITHOUT_EFFECT
 from specheads.options import listing, reason, shortened, shown
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -29,6 +31,7 @@ _TABLES, _NAMES = (
     ("head", "base_fingerprint", "joint", "base_quantization"),
     ("base_model_name_or_path", "base_revision"),
 )
+_VALUES = "trained_length", "base_class"
 _MOST_NAME = 4096  # characters of a path
 _MOST_LENGTH = 2**40  # tokens of a text
 logger = hf_logging.get_logger(__name__)
@@ -122,7 +125,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
     stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
     if stored is None:
         raise CheckpointError(f"{source} has no {CONFIG}, and no config in the header of {WEIGHTS}")
-    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, "trained_length", "base_class")}
+    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, *_VALUES)}
     config = SpecConfig(**known, architectures=["SpecModel"])
     try:
         head = config.head_config()
@@ -214,9 +217,16 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
         raise CheckpointError(f"{where} is not JSON ({reason(error)}); copy or save the checkpoint again") from error
     kind = stored.get("model_type") if isinstance(stored, dict) else None
     if kind != SpecConfig.model_type:
+        refuse_unread_kind(where, stored if isinstance(stored, dict) else {})
         raise CheckpointError(
             f"{where} is not the config of a draft head (model_type={shown(kind)}); give a base model a head with "
             "specheads.convert()"
+        )
+    known = {*_TABLES, *_NAMES, *_VALUES, "model_type", "architectures", *WITHOUT_EFFECT}
+    if unknown := [name for name, value in stored.items() if value is not None and name not in known]:
+        raise CheckpointError(
+            f"{where} has {listing(unknown)}, which this version of specheads does not know; take a newer one, or take "
+            "it away if it says nothing of the head"
         )
     for name in _TABLES:
         if not isinstance(stored.get(name) or {}, dict):

@@ -69,7 +69,10 @@ def test_an_export_does_not_replace_the_current_directory(small, tmp_path, capsy
         ("import {small}/base {tmp}/out --base {small}/base", "not the config of a draft head"),
         ("import {tmp}/none {tmp}/out", "none "),
         ("import {tmp}/theirs {tmp}/out", "does not name the base it was trained for; give it with --base"),
-        ("import {tmp}/theirs {tmp}/out --base {small}/base", "is a pickle, which can run code"),
+        (
+            "import {tmp}/theirs {tmp}/out --base {small}/base",
+            "which can run code; --allow-pickle of `specheads import`",
+        ),
         (
             "import {tmp}/theirs {tmp}/out --base {small}/base --allow-pickle",
             "made for another base: vocab_size is 258",

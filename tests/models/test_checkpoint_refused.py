@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specheads import CheckpointError, SpecModel, load_head
+from tests.reference import published_keys
 from tests.support.heads_on_disk import edit_config, trained
 from tests.support.tiny_models import tiny_llama
 
@@ -181,6 +182,16 @@ def test_a_config_that_describes_no_head_is_refused(saved, head, message):
 def test_a_config_that_is_none_is_refused(saved, text, message):
     (saved / "config.json").write_bytes(text)
     refused(saved, message)
+
+
+def test_a_key_that_is_not_known_is_refused_by_name_in_both_places_and_those_of_transformers_are_not(saved, named):
+    edit_config(saved, **published_keys.TRANSFORMERS)
+    load_head(named, saved)
+    (saved / "config.json").write_text(json.dumps(json.loads((saved / "config.json").read_text()) | {"windowed": True}))
+    refused(saved, "config.json has windowed, which this version of specheads does not know", named)
+    edit_config(saved, windowed=True)
+    (saved / "config.json").unlink()
+    refused(saved, "the header of .* has windowed, which", named)
 
 
 def test_a_garbled_config_in_the_header_is_refused(saved):

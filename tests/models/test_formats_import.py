@@ -114,6 +114,8 @@ def test_a_hydra_head_drafts_what_its_own_forward_says(prefix, layers, base, tmp
         ({"hydra_head_arch": "prefix-mlp"}, "its heads are 'prefix-mlp'"),
         ({"grounded_heads": False}, "grounded_heads=false; heads here read the tokens drafted"),
         ({"hidden_state_offset": 1}, "hidden_state_offset=1"),
+        ({"hydra_num_layers": 4}, "says 3 heads of 4 layers, and its tensors make up 3 of 2"),
+        ({"hidden_size": 64}, "made for another base: hidden_size is 32, not 64"),
     ],
 )
 def test_a_hydra_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
@@ -173,7 +175,7 @@ def test_a_foreign_head_is_read_beside_its_base_or_the_bases_config(base, tmp_pa
 # --- What no head here can hold ---
 
 
-@pytest.mark.parametrize("name", ["parallel_drafting", "embed_requires_grad"])
+@pytest.mark.parametrize("name", ["use_aux_norm", "embed_requires_grad"])
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})
@@ -204,6 +206,9 @@ REFUSED = {
     "biases that are not there": ({"attention_bias": True}, r"missing layers.0.self_attn.k_proj.bias"),
     "a size that is none": ({"intermediate_size": "40"}, "intermediate_size='40'; expected a whole number"),
     "a number that is no float": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+    "another number of layers": ({"num_aux_hidden_states": 2}, r"=2, and it reads hidden_states \[2, 4, 5\]"),
+    "another class": ({"architectures": ["MistralEagle3"]}, "of the class 'MistralEagle3', which EAGLE-3"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config.bits=4, .* are quantised"),
     "an odd head": ({"head_dim": 11}, "head_dim=11 must be even"),
 }  # fmt: skip
 
@@ -248,7 +253,7 @@ def test_a_speculators_head_must_say_where_its_residual_is(base, tmp_path):
     with pytest.raises(CheckpointError, match="does not say norm_before_residual, which vLLM takes for true"):
         SpecModel.from_pretrained(tmp_path, base=base)
     foreign.eagle3(tmp_path, "speculators", speculators_model_type="peagle")
-    with pytest.raises(CheckpointError, match="speculators head of type 'peagle'"):
+    with pytest.raises(CheckpointError, match="it is a P-EAGLE head"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 

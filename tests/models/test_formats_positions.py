@@ -71,6 +71,31 @@ def test_an_eagle3_head_drafts_with_its_own_positions(case, base, tmp_path):
     )
 
 
+MROPE = {
+    "SpecForge": ({"type": "mrope", "mrope_section": [2, 2, 2]}, foreign.PLAIN),
+    "AngelSlim": (
+        {"type": "default", "rope_type": "default", "mrope_section": [2, 2, 2], "mrope_interleaved": True},
+        foreign.PLAIN,
+    ),
+    "Qwen2-VL's": ({"type": "mrope", "rope_type": "default", "mrope_section": [2, 2, 2]}, foreign.PLAIN),
+    "scaled too": (scaling(SCALED["yarn"], mrope_section=[2, 2, 2]), SCALED["yarn"]),
+}
+
+
+@pytest.mark.parametrize("case", MROPE)
+def test_positions_of_images_are_read_as_those_of_text_and_the_log_says_so(case, base, tmp_path, hf_log):
+    keys, rope = MROPE[case]
+    tensors = foreign.eagle3(tmp_path, "vllm", rope_scaling=keys)
+    model = SpecModel.from_pretrained(tmp_path, base=base)
+    assert model.head.config.rope_parameters == rope
+    assert [r for r in hf_log.records if "(mrope) are read as those of text: exact for text" in r.getMessage()]
+    assert_drafts(
+        model,
+        lambda s, t, d: foreign.eagle3_logits(tensors, "layers.0.", s, LAYERS, embeddings(base), t, d, rope=rope),
+        IDS + tensors["d2t"],
+    )
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_eagle_and_dspark_heads_draft_with_their_own_positions(name, base, tmp_path):
     rope, lm_head = SCALED[name], base.get_output_embeddings().weight.detach()
@@ -202,7 +227,7 @@ def test_a_prefix_layer_goes_where_its_bases_positions_are_read_and_no_others(tm
 
 UNREADABLE = {
     "two tables": (
-        {"rope_parameters": SCALED["linear"], "rope_scaling": scaling(LLAMA3)}, "rope_scaling do not say the same"
+        {"rope_parameters": SCALED["linear"], "rope_scaling": scaling(LLAMA3)}, "rope_scaling and rope_theta do not say"
     ),
     "by length": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "change with the length of the text"),
     "long and short": (
@@ -210,11 +235,19 @@ UNREADABLE = {
     ),
     "a part": ({"rope_scaling": scaling(LLAMA3, partial_rotary_factor=0.5)}, "it rotates 0.5 of each attention head"),
     "not whole": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
-    "what others heed": ({"rope_scaling": scaling(SCALED["yarn"], attn_factor=2.0)}, "unknown option .*'attn_factor'"),
+    "what others heed": ({"rope_scaling": scaling(SCALED["yarn"], attn_factor=2.0)}, "rope_scaling.attn_factor=2.0"),
     "no table": ({"rope_scaling": "yarn"}, "rope_scaling='yarn'; expected a table"),
     "no theta": ({"rope_theta": "big"}, "rope_theta='big'; expected a number above 0"),
     "no rotation": ({"rope_theta": 1.0}, "rope_theta=1.0; expected a number above 1"),
-    "unheard of": ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type='mrope'"),
+    "unheard of": ({"rope_scaling": {"rope_type": "xdrope"}}, "rope_type='xdrope'"),
+    "two types": ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "and type=.linear."),
+    "two thetas": ({"rope_parameters": scaling(LLAMA3, rope_theta=50.0)}, "rope_parameters and rope_theta do not say"),
+    "one for each kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 50.0}}}, "has rope_parameters.full_attention.rope_theta=5"
+    ),
+    "unscaled, with a factor": (
+        {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "its head has rope_scaling.factor=4.0"
+    ),
 }  # fmt: skip
 
 

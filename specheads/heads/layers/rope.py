@@ -37,6 +37,12 @@ def rope_type(parameters: Mapping[str, Any]) -> Any:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
+def rope_options(kind: Any) -> tuple[str, ...]:
+    """The options of a rope type beside rope_theta; those of every type for an unknown one."""
+    known = [options for name, options in _OPTIONS.items() if name == kind] or _OPTIONS.values()
+    return tuple(dict.fromkeys(option for needed, possible in known for option in (*needed, *possible)))
+
+
 def check_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters in a fixed order, numbers as floats, without None. ValueError if a head cannot have them."""
     if not isinstance(parameters, Mapping):

@@ -31,7 +31,7 @@ from specheads.models.files import (
     read_tensors,
 )
 from specheads.models.formats import shards
-from specheads.options import reason, shortened, shown
+from specheads.options import Advice, reason, shortened, shown
 
 SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", shards.PICKLE_INDEX)
@@ -158,9 +158,9 @@ class Files:
             raise CheckpointError(f"{path}: pickles in several files are not read; save the head as safetensors")
         if not self.allow_pickle:
             raise CheckpointError(
-                f"{path} is a pickle, which can run code; {{allow_pickle}} reads it with "
-                "torch.load(weights_only=True), which builds tensors and refuses all else",
-                allow_pickle=True,
+                f"{path} is a pickle, which can run code; {{allow_pickle}} of `specheads import` or from_pretrained() "
+                "reads it with torch.load(weights_only=True), which builds tensors and refuses all else",
+                allow_pickle=Advice(True),
             )
         return read_pickle(path)
 

@@ -7,6 +7,7 @@ the meta device, before any tensor is read. Shapes: V vocabulary, Vd draft vocab
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
 from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
-from specheads.models.formats.config_values import table
+from specheads.models.formats.config_values import architectures, table
 from specheads.models.formats.files import Files
+from specheads.models.formats.keys.config_table import ConfigTable
+from specheads.models.formats.keys.other_kinds import refuse_unread_kind
 from specheads.models.formats.serving import fill_template
-from specheads.options import listing, reason, shortened
+from specheads.options import listing, reason, shortened, shown
 
 _MOST = 64  # layers, or heads that predict one depth each
 
@@ -47,7 +50,8 @@ class Format(ABC):
     export includes the base's embeddings; None if the format cannot hold them. Embeddings in a file that is read are
     compared with the base's. wide: suffixes of tensor names that keep their own dtype. within_base: the head is part of
     its base's own checkpoint. config_keys: config keys that no complete model has. They identify a pickle as a head,
-    since its tensors are not inspected.
+    since its tensors are not inspected. classes: a pattern of the classes (`architectures`) that are read. ignored:
+    config keys that change nothing in this format, beside those of all formats (keys/without_effect.py).
     """
 
     kind: ClassVar[str]
@@ -59,10 +63,16 @@ class Format(ABC):
     wide: tuple[str, ...] = ()
     within_base: ClassVar[bool] = False
     config_keys: ClassVar[tuple[str, ...]] = ()
+    classes: ClassVar[str] = r".*"
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     def recognises(self, files: Files) -> bool:
         """Are these files in this format? If several engines share a format, only one of them recognises it."""
         return False
+
+    def ignores(self, path: tuple[str, ...]) -> bool:
+        """Does the key at this path of the config change nothing that the head drafts?"""
+        return not self.ignored.isdisjoint(path)
 
     def base_of(self, files: Files) -> str | None:
         """The name of the base given in the files, if any."""
@@ -112,14 +122,8 @@ def read(
     """The head in `files`: its config and its tensors by our names. CheckpointError says what is wrong."""
     if not any(t.is_floating_point() for t in files.shapes.values()):
         raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
-    options = form.options(files, base)
-    try:
-        head = HEADS[form.kind].Config.from_options(options).with_base_defaults(text_config(base))
-        own = meta_tensors(head)
-    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{files}: its config does not describe a head of {form.title}: {reason(error)}"
-        ) from error
+    head = head_config(form, files, base)
+    own = meta_tensors(head)
     translated, consumed = form.translate(files, head, base)
     names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in translated}
     _check(form, files, own, names, consumed)
@@ -131,6 +135,28 @@ def read(
     apart = {name for name in own if not own[name].is_floating_point() or name.endswith(form.wide)}
     dtype = widest_dtype(tensor for name, tensor in tensors.items() if name not in apart)
     return head, {name: tensors[name] if name in apart else tensors[name].to(dtype) for name in own}
+
+
+def head_config(form: Format, files: Files, base: PreTrainedModel) -> HeadConfig:
+    """The head that the config in `files` describes. CheckpointError if no head here can represent it, or if the config
+    has an option that nobody read and that may change what the head drafts. Reads no weight of the base."""
+    refuse_unread_kind(files, files.config or {})
+    files.config = config = ConfigTable(files.config or {})
+    if strange := [name for name in architectures(config) if not re.fullmatch(form.classes, name)]:
+        raise CheckpointError(
+            f"{files} is of the class {shown(strange[0])}, which {form.title} does not have; if its tensors are of "
+            "that format all the same, write a class of it into config.json"
+        )
+    options = form.options(files, base)
+    try:
+        head = HEADS[form.kind].Config.from_options(options).with_base_defaults(text_config(base))
+        meta_tensors(head)
+    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{files}: its config does not describe a head of {form.title}: {reason(error)}"
+        ) from error
+    config.refuse_unread(files, form.ignores)
+    return head
 
 
 def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:

@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import extract_commit_hash
 
-from specheads.decoding.target.hf_base import refuse_unsupported, text_config
-from specheads.heads import HEADS, DraftHead, HeadConfig
+from specheads.decoding.target.hf_base import refuse_unsupported
+from specheads.heads import DraftHead, HeadConfig
 from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import FORMATS
 from specheads.models.formats.config_values import architectures
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import Format, read
+from specheads.models.formats.format import Format, head_config, read
 
 logger = hf_logging.get_logger(__name__)
 _NAMED = ("medusa_", "hydra_")  # prefixes of weights files that name the kind of head
@@ -67,8 +67,7 @@ class ForeignCheckpoint:
 
     def head_config(self, base: PreTrainedModel) -> HeadConfig:
         """The config of the head for this base. No weight of the base is read, so it may be on the meta device."""
-        options = self.form.options(self.part, base)
-        return HEADS[self.form.kind].Config.from_options(options).with_base_defaults(text_config(base))
+        return head_config(self.form, self.part, base)
 
     def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
         """The config and the head for this base. CheckpointError if the files are wrong or no head here fits them."""

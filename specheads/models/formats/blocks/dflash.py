@@ -16,7 +16,7 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.config_values import architectures, flag, real, table, whole
+from specheads.models.formats.config_values import architectures, flag, table, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import layer_ids, vocabulary
@@ -27,17 +27,12 @@ from specheads.options import shown
 
 ARCHITECTURE = "DFlashDraftModel"
 _TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"
-# Other options of such a config, and the value that matches heads here. Any other value is refused by name.
-_FLAGS = {
-    "use_swa": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "is_neox_style": True,
-    "use_aux_hidden_state": True, "shift_label": False,
-}  # fmt: skip
-_ABSENT = ("projector_type", "attention_value_scale", "swa_window_size")
 
 
 @dataclass(frozen=True)
 class DFlash(parallel.Parallel):
     config_keys: ClassVar[tuple[str, ...]] = (_TABLE,)
+    classes: ClassVar[str] = ARCHITECTURE
     from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:
@@ -48,7 +43,7 @@ class DFlash(parallel.Parallel):
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
         inner = table(config, _TABLE)
-        self._refuse_others(files, config, inner, text_config(base).hidden_size)
+        self._refuse_others(files, inner, text_config(base).hidden_size)
         options = parallel.read_options(
             files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS),
             whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
@@ -73,21 +68,10 @@ class DFlash(parallel.Parallel):
         return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
 
     @staticmethod
-    def _refuse_others(files: Files, config: dict[str, Any], inner: dict[str, Any], hidden: int) -> None:
+    def _refuse_others(files: Files, inner: dict[str, Any], hidden: int) -> None:
         """CheckpointError for a head of this family that heads here cannot represent."""
-        others = [name for name in architectures(config) if name.startswith("DFlash") and name != ARCHITECTURE]
-        if others:
-            raise CheckpointError(f"{files} is of the class {shown(others[0])}; {ARCHITECTURE} is read here")
-        for section in (config, inner):
-            for name, ours in _FLAGS.items():
-                if flag(section, name, ours) != ours:
-                    raise CheckpointError(f"{files}: its head has {name}={str(not ours).lower()}, which is not read")
-            if found := next((name for name in _ABSENT if section.get(name) is not None), None):
-                raise CheckpointError(f"{files}: its head has {found}={shown(section[found])}, which is not read")
         if flag(inner, "sample_from_anchor"):
             raise CheckpointError(f"{files}: sample_from_anchor=true, which readers of this format do not accept")
-        if (scale := real(config, "logit_scale", 1.0)) != 1:
-            raise CheckpointError(f"{files}: it scales its logits by {scale}; heads here use the base's own")
         if (target := inner.get("target_hidden_size")) not in (None, hidden):
             raise CheckpointError(f"{files}: it reads features of {shown(target)} values (target_hidden_size)")
         if files.find(_MASK) is not None:

@@ -6,7 +6,7 @@ Attention between slots is bidirectional. Each slot predicts the next position, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,6 +26,7 @@ _LAYERS = "aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class DSpark(parallel.Parallel):
+    classes: ClassVar[str] = r"DSpark\w*"
     engine: str = "speculators"
     title: str = "speculators DSpark"
     versions: str = f"speculators {VERSION}, vLLM 0.33"

@@ -124,11 +124,6 @@ def read_options(
 
     block: the config of its decoder, which may be nested. taps: the hidden_states it reads. mask: id of the mask token.
     size: slots in a block. CheckpointError if no head here can represent it."""
-    kinds = block.get("layer_types")
-    if kinds is None and flag(block, "use_sliding_window"):
-        kinds = "sliding_attention"
-    if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else "?"):
-        raise CheckpointError(f"{files}: its layers are {shown(kinds)}; those of heads here have full attention")
     if wrong := layer_ids.refusal_reason(taps, text_config(base).num_hidden_layers):
         raise CheckpointError(f"{files}: {wrong}")
     options = block_options(files, block, base, count(files, "layers."), "qwen3")
@@ -147,10 +142,12 @@ def read_dspark_options(files: Files, config: dict[str, Any], **usual: Any) -> d
     """The options that a DSpark config adds. usual: defaults for missing keys. CheckpointError for variants that heads
     here do not support."""
     rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
-    if rank and (variant := config.get("markov_head_type", "vanilla")) != "vanilla":
+    variant = config.get("markov_head_type", "vanilla")
+    if rank and variant != "vanilla":
         raise CheckpointError(f"{files}: markov_head_type={shown(variant)}; heads here have the vanilla one")
     sure = flag(config, "enable_confidence_head", default=usual.get("confidence", False))
-    if sure and rank and not flag(config, "confidence_head_with_markov", default=usual.get("confidence", False)):
+    with_markov = flag(config, "confidence_head_with_markov", default=usual.get("confidence", False))
+    if sure and rank and not with_markov:
         raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here also read the token before")
     return {
         "markov_rank": rank, "confidence": sure,

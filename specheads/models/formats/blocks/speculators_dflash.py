@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +23,7 @@ from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
 class SpeculatorsDFlash(parallel.Parallel):
     """Heads with sample_from_anchor are read too, but written as DSpark: vLLM supports them under no other method."""
 
+    classes: ClassVar[str] = r"DFlash(Draft|Speculator)\w*"
     engine: str = "speculators"
     title: str = "speculators DFlash"
     versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"

@@ -33,6 +33,7 @@ class Eagle(Format):
     is none; positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = EagleConfig.kind
+    classes: ClassVar[str] = r"\w*Llama\w*"
     engine: str
     title: str
     versions: str

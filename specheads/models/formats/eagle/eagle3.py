@@ -76,6 +76,7 @@ class Eagle3(Format):
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
+    classes: ClassVar[str] = r"\w*Llama\w*"
     engine: str
     title: str
     versions: str
@@ -157,6 +158,8 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
     taps = layer_ids.read_taps(files, config, text_config(base).num_hidden_layers)
+    if (claimed := whole(config, "num_aux_hidden_states", len(taps))) != len(taps):
+        raise CheckpointError(f"{files}: num_aux_hidden_states={claimed}, and it reads hidden_states {list(taps)}")
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
 
 

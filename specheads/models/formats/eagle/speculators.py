@@ -29,6 +29,7 @@ VERSION = "0.9.0"
 class Speculators(Format):
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
+    classes: ClassVar[str] = r"Eagle3\w*"
     engine: str = "speculators"
     title: str = "speculators EAGLE-3"
     versions: str = f"speculators {VERSION}, vLLM 0.28 to 0.33"

@@ -18,8 +18,9 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.models.files import CheckpointError
+from specheads.models.formats.config_values import whole
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, Format, count, output_matrix
+from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, output_matrix
 from specheads.models.formats.serving import base_name
 
 
@@ -41,6 +42,22 @@ def tap_refusals(head: Any, base: PreTrainedModel) -> list[str]:
     return [f"it reads hidden_states {head.tap}, and such heads read the output of the final norm ({layers})"]
 
 
+# Some publish the base's config with the head's keys added. Heads without layers of the base's form read none of these.
+OF_THE_BASE = frozenset(
+    {
+        "architectures", "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+        "partial_rotary_factor", "sliding_window", "use_sliding_window", "layer_types", "attention_bias", "mlp_bias",
+    }
+)  # fmt: skip
+
+
+def refuse_other_sizes(files: Files, config: dict[str, Any], base: PreTrainedModel) -> None:
+    """CheckpointError if a config says sizes, and they are not the base's."""
+    own = text_config(base)
+    check_sizes(files, {n: whole(config, n, getattr(own, n)) for n in ("hidden_size", "vocab_size")}, base)
+
+
 @dataclass(frozen=True)
 class Medusa(Format):
     """shares_layers: the reader uses one module for all layers of a head, so they must be equal. weights: the name of
@@ -48,6 +65,8 @@ class Medusa(Format):
 
     kind: ClassVar[str] = MedusaConfig.kind
     config_keys: ClassVar[tuple[str, ...]] = ("medusa_num_heads", "num_medusa_heads")
+    # Heads and layers are counted from the tensors, since version 1's published config always says 2 heads.
+    ignored: ClassVar[frozenset[str]] = OF_THE_BASE | {"medusa_num_heads", "num_medusa_heads", "medusa_num_layers"}
     engine: str
     title: str
     versions: str
@@ -68,7 +87,8 @@ class Medusa(Format):
                 "which no other base replaces; save the base alone and the heads, without that prefix, as "
                 "medusa_lm_head.safetensors, and import those with the base"
             )
-        heads = count(files, "")  # counted from the tensors, since version 1's published config always says 2
+        refuse_other_sizes(files, files.config or {}, base)
+        heads = count(files, "")
         layers = count(files, "0.", ".linear.")
         if not heads or not layers:
             raise CheckpointError(f"{files}: no tensors like 0.0.linear.weight, as Medusa heads have them")

@@ -22,7 +22,13 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import flag, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, count, scaled_embeddings
-from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals, vocabulary_refusals
+from specheads.models.formats.medusa.fasterdecoding import (
+    OF_THE_BASE,
+    full_vocabulary,
+    refuse_other_sizes,
+    tap_refusals,
+    vocabulary_refusals,
+)
 from specheads.models.formats.parts.decoder import block_names
 from specheads.models.formats.parts.positions import LINEAR
 from specheads.models.formats.serving import base_name
@@ -38,6 +44,7 @@ _SIZES = (
 class Hydra(Format):
     kind: ClassVar[str] = HydraConfig.kind
     config_keys: ClassVar[tuple[str, ...]] = ("hydra_num_heads",)
+    ignored: ClassVar[frozenset[str]] = OF_THE_BASE
     engine: str = "hydra"
     title: str = "Hydra (its repository's format)"
     versions: str = "zankner/Hydra (main)"
@@ -69,10 +76,17 @@ python -m hydra.inference.cli --model $folder_arg
             )
         if prefix and (wrong := _positions(base)):
             raise CheckpointError(f"{files}: {wrong}")
-        heads = count(files, "hydra_mlp.")
+        refuse_other_sizes(files, config, base)
+        heads, layers = count(files, "hydra_mlp."), count(files, "hydra_mlp.0.")
+        claimed = whole(config, "hydra_num_heads", heads), whole(config, "hydra_num_layers", layers)
+        if claimed != (heads, layers):
+            raise CheckpointError(
+                f"{files}: its config says {claimed[0]} heads of {claimed[1]} layers, and its tensors make up {heads} "
+                f"of {layers}"
+            )
         own = text_config(base)
         return {
-            "num_heads": heads, "num_layers": count(files, "hydra_mlp.0."), "prefix_layer": prefix,
+            "num_heads": heads, "num_layers": layers, "prefix_layer": prefix,
             "hidden_size": own.hidden_size, "vocab_size": own.vocab_size, "draft_vocab_size": own.vocab_size,
         }  # fmt: skip
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import architectures, flag, real, whole
+from specheads.models.formats.config_values import architectures, flag, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, dtype_of
 from specheads.models.formats.medusa.fasterdecoding import block_names, tap_refusals
@@ -29,6 +29,8 @@ from specheads.models.formats.serving import vllm
 @dataclass(frozen=True)
 class VllmMedusa(Format):
     kind: ClassVar[str] = MedusaConfig.kind
+    classes: ClassVar[str] = r"Medusa\w*"
+    ignored: ClassVar[frozenset[str]] = frozenset({"model_type"})  # it was recognised by
     engine: str = "vllm"
     title: str = "vLLM Medusa"
     embeds: bool | None = None
@@ -56,12 +58,14 @@ class VllmMedusa(Format):
                 f'{files}: it has biases, which vLLM drops unless its config says "medusa_fc_bias": true; write that '
                 "where the heads were trained with them, else take the biases away"
             )
-        if (scale := real(config, "logit_scale", 1.0)) != 1:
-            raise CheckpointError(f"{files}: its logits are scaled (logit_scale={scale}), which heads here do not have")
-        key = "draft_vocab_size" if "draft_vocab_size" in config else "truncated_vocab_size"
-        draft = whole(config, key, sizes["vocab_size"])
-        if draft > sizes["vocab_size"]:
-            raise CheckpointError(f"{files}: {key}={draft} exceeds vocab_size={sizes['vocab_size']}")
+        truncated = whole(config, "truncated_vocab_size", sizes["vocab_size"])
+        draft = whole(config, "draft_vocab_size", truncated)
+        if not draft <= truncated <= sizes["vocab_size"]:
+            raise CheckpointError(
+                f"{files}: draft_vocab_size={draft}, truncated_vocab_size={truncated} and "
+                f"vocab_size={sizes['vocab_size']} do not ascend"
+            )
+        flag(config, "original_lm_head")  # read again with the tensors
         return {**sizes, "num_heads": heads, "num_layers": layers, "draft_vocab_size": draft}
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:

@@ -6,6 +6,7 @@ transformers drops these tensors when it loads the model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -26,9 +27,14 @@ from specheads.models.formats.mtp.beside import BaseFiles
 from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
 from specheads.models.formats.shards import INDEX, refuse_paths
-from specheads.options import listing
+from specheads.options import listing, shown
 
 _NESTED, _ZERO_FIRST = "text_config", "specheads_zero_first_embedding"
+_OF_MODULES = re.compile("mtp|nextn")  # keys about modules
+_SHOWN = {
+    "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_mlp_layer_types",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+}  # fmt: skip
 
 
 class Modules(NamedTuple):
@@ -121,6 +127,10 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             return False
         return refused(files.names) is not None or find_modules(files, _num_layers(files.config or {})) is not None
 
+    def ignores(self, path: tuple[str, ...]) -> bool:
+        """The config is the base's, which transformers reads; of the modules' keys, those that their tensors show."""
+        return path[-1] in _SHOWN or not _OF_MODULES.search(path[-1])
+
     def base_of(self, files: Files) -> str | None:
         named = (files.config or {}).get("base_model_name_or_path")
         return named if isinstance(named, str) and named else str(files.folder or files.source)
@@ -172,15 +182,25 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         }  # fmt: skip
 
     def _indices(self, files: Files, config: dict[str, Any], layers: int, modules: Modules) -> tuple[int, ...]:
-        """For each module layer, the target layer of the same form, by its tensors. CheckpointError if none matches."""
-        convert, forms = LayerTensors(config), layer_forms(config)
+        """For each module layer, the target layer of the same form, by its tensors, and of the type that the config
+        gives to module layers, if it does (Mellum). CheckpointError if none matches."""
+        convert, forms, target = LayerTensors(config), layer_forms(config), TargetLayers(config)
+        given = files.config or {}
+        types = (table(given, _NESTED) or given).get("mtp_layer_types") or []
         found: list[int] = []
         for j in range(len(modules.naming.layers)):
             tensors, why = self._layer(files, 0, j, layers, modules), ""
             for i in forms.values():
                 converted = convert.from_checkpoint(tensors, i)
                 if isinstance(converted, dict):
-                    found.append(i)
+                    kind = types[j] if isinstance(types, list) and j < len(types) else target.type_of(i)
+                    alike = (
+                        n for n in (i, *range(len(target.layers))) if layer_form(target, n) == layer_form(target, i)
+                    )
+                    if (index := next((n for n in alike if target.type_of(n) == kind), None)) is None:
+                        raise CheckpointError(f"{files}: layer {j} of its MTP module is of type {shown(kind)} "
+                                              "(mtp_layer_types), and none of the target's is")  # fmt: skip
+                    found.append(index)
                     break
                 why = why or converted
             else:

@@ -15,6 +15,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import flag, real, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
+from specheads.models.formats.keys.config_table import quoted
 from specheads.models.formats.parts import positions
 from specheads.options import shown
 
@@ -44,19 +45,21 @@ def block_options(
     here do not support such a block.
     """
     usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
+    hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
+    for section in (files.config or {}, config):  # the same one, unless the decoder's is nested
+        _refuse_windows(files, section)
+        if (target := section.get("target_hidden_size")) not in (None, hidden):
+            raise CheckpointError(
+                f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); "
+                "heads here have the base's hidden size"
+            )
     if (model_type := config.get("model_type", kind)) != kind:
         raise CheckpointError(
             f"{files}: its decoder is of type {shown(model_type)}; such heads here have {kind}'s block"
         )
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have silu")
-    hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
     check_sizes(files, {"hidden_size": hidden, "vocab_size": vocab}, base)
-    if (target := config.get("target_hidden_size")) not in (None, hidden):
-        raise CheckpointError(
-            f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); heads "
-            "here have the base's hidden size"
-        )
     if (claimed := whole(config, "num_hidden_layers", layers)) != layers:
         raise CheckpointError(f"{files}: its config says {claimed} decoder layers, and its tensors make up {layers}")
     heads = whole(config, "num_attention_heads", usual.num_attention_heads)
@@ -69,6 +72,25 @@ def block_options(
         "rope_parameters": positions.read_rope(files, config),
         "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
     }  # fmt: skip
+
+
+def _refuse_windows(files: Files, config: dict[str, Any]) -> None:
+    """CheckpointError if a config says that a layer may attend to a window only, which none here does."""
+    kinds, used, window = (config.get(name) for name in ("layer_types", "use_sliding_window", "sliding_window"))
+    whole_text = isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds)
+    if kinds is not None and not whole_text:
+        said = f"layer_types={quoted(kinds)}"
+    elif used not in (None, False):
+        said = f"use_sliding_window={quoted(used)}"
+    elif window is not None and used is None and not whole_text:
+        said = f"sliding_window={quoted(window)}, and nothing says that no layer has it"
+    else:
+        return
+    raise CheckpointError(
+        f"{files}: its config says {said}; layers of heads here have full attention, with which such a head would "
+        "draft worse in long texts, so it is not read yet. If its layers do have full attention, write "
+        '"use_sliding_window": false, without layer_types'
+    )
 
 
 def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -> dict[str, Tensor]:

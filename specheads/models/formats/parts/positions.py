@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils import logging as hf_logging
+
 from specheads.heads.layers.decoder import DecoderConfig
-from specheads.heads.layers.rope import USUAL_THETA, complete_rope
+from specheads.heads.layers.rope import USUAL_THETA, complete_rope, rope_options
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import real, table, whole
+from specheads.models.formats.config_values import flag, real, table, whole, wholes
 from specheads.models.formats.files import Files
 from specheads.options import shown
 
+logger = hf_logging.get_logger(__name__)
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
@@ -65,22 +68,43 @@ def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
     CheckpointError if the two spellings disagree, or only part of each attention head is rotated. Anything else that
     no head supports is refused by the head's options.
     """
+    tables = {name: table(config, name) for name in ("rope_parameters", "rope_scaling") if table(config, name)}
+    found = [_filled(files, config, rope) for rope in tables.values()] or [_filled(files, config, {})]
+    if config.get("rope_theta") is not None:
+        found.append({**found[0], "rope_theta": real(config, "rope_theta", USUAL_THETA)})
+    if any(other != found[0] for other in found):
+        raise CheckpointError(
+            f"{files}: its {', '.join(tables)} and rope_theta do not say the same; take away what is wrong"
+        )
+    return found[0]
+
+
+def _filled(files: Files, config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """The rope_parameters of one spelling. Keys that its type does not have are not read, so they are refused later."""
+    share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        raise CheckpointError(f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it")
+    kind = _text_type(files, rope)
+    options = {name: rope.get(name) for name in rope_options(kind)}
     longest, original = whole(config, "max_position_embeddings", 2048), config.get("original_max_position_embeddings")
-    found = []
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = table(config, name)
-        share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
-        if share not in (None, 1, 1.0):
-            raise CheckpointError(
-                f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it"
-            )
-        if original is not None:
-            rope = {**rope, "original_max_position_embeddings": original}
-        filled = {**complete_rope(rope, longest), "rope_theta": real(config | rope, "rope_theta", USUAL_THETA)}
-        if filled["rope_type"] == "default":  # it takes no other options
-            filled = {name: filled[name] for name in ("rope_type", "rope_theta")}
-        if table(config, name):
-            found.append(filled)
-    if len(found) > 1 and found[0] != found[1]:
-        raise CheckpointError(f"{files}: its rope_parameters and its rope_scaling do not say the same; take one away")
-    return found[0] if found else filled
+    if original is not None and "original_max_position_embeddings" in options:
+        options["original_max_position_embeddings"] = original
+    given = {name: value for name, value in options.items() if value is not None}
+    theta = real(config if rope.get("rope_theta") is None else rope, "rope_theta", USUAL_THETA)
+    return {**complete_rope({"rope_type": kind, **given}, longest), "rope_theta": theta}
+
+
+def _text_type(files: Files, rope: dict[str, Any]) -> Any:
+    """The rope type for text, whose positions have one number. With mrope each position has three, which differ only
+    for images and videos; says so in the log."""
+    kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
+    kind = next((kind for kind in kinds if kind not in ("mrope", "default")), "default")
+    if any(other not in (kind, "mrope", "default") for other in kinds):
+        raise CheckpointError(f"{files}: its config says rope_type={shown(kinds[0])} and type={shown(kinds[1])}")
+    flag(rope, "mrope_interleaved")  # which of the three numbers turns which frequency: for text they are equal
+    if wholes(rope, "mrope_section") is not None or "mrope" in kinds:
+        logger.warning(
+            "%s: positions of images and videos (mrope) are read as those of text: exact for text prompts; after an "
+            "image fewer drafts may be accepted, and an export says nothing of mrope", files,
+        )  # fmt: skip
+    return kind

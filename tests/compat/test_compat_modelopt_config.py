@@ -56,6 +56,14 @@ def test_options_of_modelopts_recipes_and_examples_arrive():
     assert held.eagle_config.draft_vocab_size < held.eagle_config.vocab_size
 
 
+def test_the_last_layer_by_its_output_is_the_state_before_the_norm():
+    held = small()
+    last = held.config.num_hidden_layers - 1
+    shape = {**SIZES, "eagle_aux_hidden_state_layer_ids": [0, last]}
+    mtsp.convert(held, [("eagle", {"eagle_architecture_config": shape})])
+    assert held.eagle_config.taps == (1, last + 2)
+
+
 def test_a_draft_vocabulary_is_loaded_from_a_d2t_file(tmp_path):
     shape = {**SIZES, "draft_vocab_size": 4}
     ids = torch.tensor([90, 3, 50, 7])  # the most frequent first, as their script writes them

@@ -191,7 +191,7 @@ THEIRS_REFUSED = [
     ("z-lab", {"inner": {"target_hidden_size": 64}}, r"features of 64 values \(target_hidden_size\)"),
     ("z-lab", {"inner": {"sample_from_anchor": True}}, "sample_from_anchor=true, which readers"),
     ("z-lab", {"inner": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
-    ("z-lab", {"inner": {"target_layer_ids": [0, 3, 7]}}, r"reads hidden_states \[8\], and servers capture only"),
+    ("z-lab", {"inner": {"target_layer_ids": [0, 3, 8]}}, r"reads hidden_states \[10\], and servers capture only"),
     ("z-lab", {"inner": {"mask_token_id": None}}, "mask_token_id=None"),
     ("z-lab", {"block_size": None}, "its config has no block_size"),
     ("z-lab", {"inner": {"block_size": 8}}, r"its config has block_size=\[4, 8\]; expected one"),

@@ -186,7 +186,7 @@ REFUSED = {
         {"top": [1, 3, 6], "nested": [1, 3, 6]}, r"says hidden_states \[1, 3, 6\], and eagle_config.* \[2, 4, 7\]"
     ),
     "layers unsorted": ({"top": [6, 3, 1]}, r"hidden_states \[6, 3, 1\], are not in ascending order"),
-    "the last layer": ({"top": [2, 4, 8]}, r"it reads hidden_states \[8\], and servers capture only .* 1 to 7"),
+    "a layer after the last": ({"top": [2, 4, 9]}, r"reads hidden_states \[10\], and servers capture only .* 1 to 7"),
     "layers of text": ({"eagle_aux_hidden_state_layer_ids": "2,4"}, "'2,4'; expected a list of layer numbers"),
     "another size": ({"hidden_size": 64}, "made for another base: hidden_size is 32, not 64"),
     "another vocabulary": ({"vocab_size": 128}, "made for another base: vocab_size is 97, not 128"),

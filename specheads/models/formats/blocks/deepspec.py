@@ -48,7 +48,7 @@ class DeepSpec(parallel.Parallel):
                 f"{files} is a DSpark head of the class {shown(found)}; [{ARCHITECTURE!r}] is read here"
             )
         options = parallel.read_options(
-            files, config, config, base, layer_ids.read_output_ids(files, config, _LAYERS),
+            files, config, config, base, layer_ids.read_output_ids(files, config, _LAYERS, base),
             whole(config, "mask_token_id", least=0), whole(config, "block_size"),
         )  # fmt: skip
         return {**options, **parallel.read_dspark_options(files, config)}
@@ -60,7 +60,7 @@ class DeepSpec(parallel.Parallel):
             "attention_bias": head.attention_bias, "block_size": head.block_size,
             "layer_types": ["full_attention"] * head.num_layers,
             "num_target_layers": text_config(base).num_hidden_layers, "mask_token_id": head.mask_token_id,
-            _LAYERS: layer_ids.output_ids(head.taps), "num_anchors": head.anchors, "sample_from_anchor": True,
+            _LAYERS: layer_ids.output_ids(head.taps, base), "num_anchors": head.anchors, "sample_from_anchor": True,
             "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
             "confidence_head_with_markov": head.markov_rank > 0,
         }  # fmt: skip
@@ -79,7 +79,7 @@ FORMATS = (
     ),
     DeepSpec(
         "vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), takes_draft_vocabulary=True,
-        needs_markov=True,
+        needs_markov=True, last=None,
     ),
     DeepSpec(
         "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
@@ -88,10 +88,11 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DS
   --speculative-draft-model-path $folder_arg --speculative-dspark-block-size $depth
 ```
 """,
-        needs_markov=True, positions=SGLANG,
+        needs_markov=True, positions=SGLANG, last=layer_ids.SGLANG_LAST_OF_BLOCKS,
     ),
     DeepSpec(
         "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"),
         takes_draft_vocabulary=True, needs_markov=True, takes_biases=False, positions=GGUF,
+        last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
     ),
 )  # fmt: skip

@@ -50,7 +50,7 @@ def test_options_of_modelopts_recipes_and_examples_arrive():
     held = small()
     mtsp.convert(held, [("eagle", whole)])
     config = held.eagle_config
-    assert (config.steps, config.step_decay, config.num_layers, config.taps) == (2, 0.7, 2, (1, 2, 3))
+    assert (config.steps, config.step_decay, config.num_layers, config.taps) == (2, 0.7, 2, (1, 2, 4))
     assert (config.head_dim, config.intermediate_size, config.draft_vocab_size) == (8, 48, 40)
     assert config.rope_parameters["rope_type"] == "llama3" and config.rope_parameters["rope_theta"] == 5e5
     assert held.eagle_config.draft_vocab_size < held.eagle_config.vocab_size

@@ -1,6 +1,8 @@
 """DSpark as DeepSpec writes it and vLLM, SGLang and llama.cpp read it: DeepSpec's keys in a Qwen3 config.
 
-DeepSpec's own files contain copies of the base's matrices; the other programs use those of the target."""
+DeepSpec's own files contain copies of the base's matrices; the other programs use those of the target. SpecForge has
+the layers and the mask token in DFlash's table, and the other keys in that table or at the top.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.config_values import architectures, whole
+from specheads.models.formats.config_values import architectures, table, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, output_matrix
 from specheads.models.formats.parts import layer_ids, vocabulary
@@ -23,8 +25,12 @@ from specheads.models.formats.parts.positions import GGUF, SGLANG
 from specheads.models.formats.serving import llamacpp, vllm_gpu
 from specheads.options import shown
 
-ARCHITECTURE = "Qwen3DSparkModel"
-_LAYERS = "target_layer_ids"
+ARCHITECTURE, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
+_LAYERS, _TABLE = "target_layer_ids", "dflash_config"
+_EITHER = (
+    _LAYERS, "mask_token_id", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head",
+    "confidence_head_with_markov", "sample_from_anchor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,16 @@ class DeepSpec(parallel.Parallel):
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        if (found := architectures(config)) != [ARCHITECTURE]:
+        if (found := architectures(config)) not in ([ARCHITECTURE], [SPECFORGE]):
             raise CheckpointError(
-                f"{files} is a DSpark head of the class {shown(found)}; [{ARCHITECTURE!r}] is read here"
+                f"{files} is a DSpark head of the class {shown(found)}; {ARCHITECTURE} and {SPECFORGE} are read here"
             )
+        said = _said(files, config, table(config, _TABLE))
         options = parallel.read_options(
-            files, config, config, base, layer_ids.read_output_ids(files, config, _LAYERS, base),
-            whole(config, "mask_token_id", least=0), whole(config, "block_size"),
+            files, config, config, base, layer_ids.read_output_ids(files, said, _LAYERS, base),
+            whole(said, "mask_token_id", least=0), whole(said, "block_size"),
         )  # fmt: skip
-        return {**options, **parallel.read_dspark_options(files, config)}
+        return {**options, **parallel.read_dspark_options(files, said)}
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps
@@ -70,6 +77,24 @@ class DeepSpec(parallel.Parallel):
         if head.draft_vocab_size != head.vocab_size:
             config["draft_vocab_size"] = head.draft_vocab_size
         return ExportFiles(config, named | vocabulary.offsets(tensors))
+
+
+def _said(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The values of the keys in _EITHER, at the top or in the table. CheckpointError if the two contradict each other,
+    or the table is another head's."""
+    said = {}
+    for name in _EITHER:
+        values = [value for value in (config.get(name), inner.get(name)) if value is not None]
+        if values[1:] and values[0] != values[1]:
+            raise CheckpointError(
+                f"{files}: its config says {name}={shown(values[0])}, and {_TABLE}.{name}={shown(values[1])}; its "
+                "readers would disagree"
+            )
+        said[name] = values[0] if values else None
+    for name, known in (("projector_type", ("dspark",)), ("attention_mode", ("gqa", "mha"))):
+        if (value := inner.get(name, known[0])) not in known:
+            raise CheckpointError(f"{files}: its config says {_TABLE}.{name}={shown(value)}; expected {known[0]}")
+    return said
 
 
 FORMATS = (

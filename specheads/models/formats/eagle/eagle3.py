@@ -24,7 +24,7 @@ from specheads.models.formats.format import ExportFiles, Format, check_embedding
 from specheads.models.formats.parts import layer_ids, llamacpp_families, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
-from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
+from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # the NORMS that SGLang and TensorRT-LLM support
@@ -216,7 +216,8 @@ from eagle.model.ea_model import EaModel
 
 model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
 ```
-{OLDER}""",
+{OLDER}
+{OPENVINO_EAGLE3}""",
         takes_taps=False, positions=LINEAR,
     ),
     Eagle3(

@@ -178,7 +178,8 @@ class DraftHead(nn.Module, Drafter, ABC):
     @property
     @abstractmethod
     def layers(self) -> tuple[int, ...]:
-        """The base's hidden_states that it reads, as Hugging Face indices: 0 embeddings, n after the final norm."""
+        """The base's hidden_states that it reads, as Hugging Face indices: 0 embeddings, n after the final norm; n + 1:
+        the last layer's output before it."""
 
     @property
     def dtype(self) -> torch.dtype:

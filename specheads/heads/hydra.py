@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.decoding.target.cache import gather_nodes
+from specheads.decoding.target.taps import decoder_layers
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import DecoderBlock, copy_layer, copy_norm, decoder_layers, final_norm
+from specheads.heads.layers.block import DecoderBlock, copy_layer, copy_norm, final_norm
 from specheads.heads.layers.decoder import Attend, DecoderConfig, document_mask, read_committed
 from specheads.heads.starts.depths import DepthHeads, DepthHeadsConfig, ResBlock
 from specheads.losses.targets import DraftTargets

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specheads.decoding.planner import DynamicTree, Plan, chain
 from specheads.decoding.target.hf_base import layer_count
+from specheads.decoding.target.taps import refuse_missing_taps
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.limits import ANY_LAYER, DEEPEST
 from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
@@ -23,7 +24,8 @@ from specheads.losses.targets import DraftTargets
 
 @dataclass(frozen=True)
 class TappedConfig(HeadConfig, ABC):
-    """taps: the layers read. draft_depth: of the default chain on a CPU, where each level costs time."""
+    """taps: the states read, as in decoding/target/taps.py. draft_depth: of the default chain on a CPU, where each
+    level costs time."""
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_depth": (1, DEEPEST), "taps": ANY_LAYER}
 
@@ -42,11 +44,7 @@ class TappedConfig(HeadConfig, ABC):
     def with_base_defaults(self, base_config: Any) -> Self:
         config, layers = super().with_base_defaults(base_config), layer_count(base_config)
         filled = replace(config, taps=config.taps or config.default_taps(layers))
-        for tap in filled.taps or ():
-            if not 0 <= tap <= layers:
-                raise ValueError(
-                    f"tapped layer {tap} does not exist: the base has {layers} layers, so hidden_states 0 to {layers}"
-                )
+        refuse_missing_taps(filled.taps or (), base_config)
         return filled
 
 

@@ -20,16 +20,15 @@ from specheads.decoding.probs.sampler import likeliest
 from specheads.decoding.target.cache import additive
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
-    concat_taps,
     decoder_of,
     has_state,
-    kept_states,
     layer_reach,
     lm_head_gives_logits,
     logits_of,
     takes_mask_dict,
     text_config,
 )
+from specheads.decoding.target.taps import last_output_kept, run_tapped
 from specheads.decoding.tree.draft_ids import DraftIds
 from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProbs, TopKTeacherProbs
 
@@ -160,14 +159,12 @@ def tap_base(
 ) -> tuple[Tensor, LiveTeacher]:
     """One pass of the base over input_ids (B, T): its tapped layers (B, T, F), and the teacher."""
     from_hidden = gives_logits(base)
-    out = (decoder_of(base) if from_hidden else base)(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        use_cache=False,
-        output_hidden_states=kept_states(layers),
-    )
-    features = concat_taps(out.hidden_states, layers, input_ids)
+    part = decoder_of(base) if from_hidden else base
+    with last_output_kept(base, layers):
+        out, features = run_tapped(
+            base, part, layers, input_ids,
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False,
+        )  # fmt: skip
     if not from_hidden:
         return features, WholeLogits(out.logits.flatten(0, 1))
     hidden = out.last_hidden_state.flatten(0, 1).to(input_ids.device)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from specheads.decoding.target.hf_base import layer_count, text_config
+from specheads.decoding.target.taps import decoder_layers
 from specheads.heads import DraftHead
-from specheads.heads.layers.block import decoder_layers
 from specheads.hub import hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head

@@ -50,10 +50,18 @@ def test_options_of_modelopts_recipes_and_examples_arrive():
     held = small()
     mtsp.convert(held, [("eagle", whole)])
     config = held.eagle_config
-    assert (config.steps, config.step_decay, config.num_layers, config.taps) == (2, 0.7, 2, (1, 2, 3))
+    assert (config.steps, config.step_decay, config.num_layers, config.taps) == (2, 0.7, 2, (1, 2, 4))
     assert (config.head_dim, config.intermediate_size, config.draft_vocab_size) == (8, 48, 40)
     assert config.rope_parameters["rope_type"] == "llama3" and config.rope_parameters["rope_theta"] == 5e5
     assert held.eagle_config.draft_vocab_size < held.eagle_config.vocab_size
+
+
+def test_the_last_layer_by_its_output_is_the_state_before_the_norm():
+    held = small()
+    last = held.config.num_hidden_layers - 1
+    shape = {**SIZES, "eagle_aux_hidden_state_layer_ids": [0, last]}
+    mtsp.convert(held, [("eagle", {"eagle_architecture_config": shape})])
+    assert held.eagle_config.taps == (1, last + 2)
 
 
 def test_a_draft_vocabulary_is_loaded_from_a_d2t_file(tmp_path):

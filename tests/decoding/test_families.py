@@ -11,7 +11,8 @@ import transformers
 from specheads import DynamicTree, Target, UnsupportedModel, convert, generate
 from specheads.decoding.target.arguments import cache_argument
 from specheads.decoding.target.hf_base import has_state, logits_of
-from specheads.heads.layers.block import decoder_layers, final_norm
+from specheads.decoding.target.taps import decoder_layers
+from specheads.heads.layers.block import final_norm
 from tests.support.families import (
     BOUNDARY,
     FAMILIES,

@@ -72,7 +72,7 @@ def test_sizes_left_out_come_from_the_base():
         ("medusa", {"tap": -1}, "tap=-1 does not exist"),
         ("hydra", {"decay": 0}, "hydra head option decay=0 "),
         ("hydra", {"head_dim": 8}, r"\['head_dim'\] are sizes of the prefix layer: give prefix_layer=true"),
-        ("eagle3", {"taps": [1, 2, 9]}, "tapped layer 9 does not exist: the base has 8 layers"),
+        ("eagle3", {"taps": [1, 2, 10]}, "tapped layer 10 does not exist: the base has 8 layers"),
         ("eagle", {"taps": [-1]}, "tapped layer -1 does not exist"),
         ("eagle", {"taps": [1, 2]}, "one layer"),
         ("eagle3", {"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the base's vocabulary of 97"),

@@ -44,7 +44,7 @@ HELD = [
 
 TITLES = {
     "dspark": "speculators DSpark", "dflash": "speculators DFlash", "jetspec": "JetSpec",
-    "deepspec": "DSpark in DeepSpec's format",
+    **dict.fromkeys(("deepspec", "specforge", "normalised"), "DSpark in DeepSpec's format"),
 }  # fmt: skip
 
 
@@ -71,7 +71,8 @@ def assert_drafts_as_theirs(model, form, tensors, base, predicts_next=None):
         ("dspark", {"confidence": False, "layers": 1}), ("dspark", {"sample_from_anchor": False}),
         ("dflash", {"draft": 40, "layers": 1}), ("dflash", {"sample_from_anchor": True}), ("z-lab", {"layers": 3}),
         ("z-lab", {"block_size": None, "inner": {"block_size": 4}}), ("modelopt", {"inner": {"causal": None}}),
-        ("deepspec", {"rank": 0, "confidence": False}),
+        ("deepspec", {"rank": 0, "confidence": False}), ("specforge", {"confidence": False, "layers": 1}),
+        ("normalised", {"block_size": None, "inner": {"block_size": 4}}),
     ],
 )  # fmt: skip
 def test_a_head_drafts_what_its_own_forward_says(form, options, base, tmp_path, hf_log):
@@ -204,7 +205,7 @@ THEIRS_REFUSED = [
     ("z-lab", {"inner": {"target_hidden_size": 64}}, r"features of 64 values \(target_hidden_size\)"),
     ("z-lab", {"inner": {"sample_from_anchor": True}}, "sample_from_anchor=true, which readers"),
     ("z-lab", {"inner": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
-    ("z-lab", {"inner": {"target_layer_ids": [0, 3, 7]}}, r"reads hidden_states \[8\], and servers capture only"),
+    ("z-lab", {"inner": {"target_layer_ids": [0, 3, 8]}}, r"reads hidden_states \[10\], and servers capture only"),
     ("z-lab", {"inner": {"mask_token_id": None}}, "mask_token_id=None"),
     ("z-lab", {"block_size": None}, "its config has no block_size"),
     ("z-lab", {"inner": {"block_size": 8}}, r"its config has block_size=\[4, 8\]; expected one"),
@@ -213,6 +214,11 @@ THEIRS_REFUSED = [
     ("z-lab", {"is_causal": False, "inner": {"causal": True}}, "is_causal=false, causal=true;"),
     ("jetspec", {"inner": {"causal": False}}, "causal=false, causal_head=true; its readers would disagree"),
     ("deepspec", {"architectures": ["Gemma4DSparkModel"]}, r"of the class \['Gemma4DSparkModel'\]"),
+    ("normalised", {"mask_token_id": 8}, "says mask_token_id=8, and dflash_config.mask_token_id=9; its readers"),
+    ("normalised", {"inner": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
+    ("specforge", {"inner": {"projector_type": "domino"}}, "it is a Domino head"),
+    ("specforge", {"inner": {"attention_mode": "mla"}}, "dflash_config.attention_mode='mla'; expected gqa"),
+    ("specforge", {"architectures": ["Qwen3DSpark2"]}, "class .*; Qwen3DSparkModel and DSparkDraftModel are read here"),
     ("deepspec", {"target_layer_ids": [-1, 3]}, r"reads hidden_states \[0\]"),
     ("deepspec", {"markov_rank": None}, "markov_rank=None"),
 ]

@@ -47,6 +47,31 @@ def test_an_eagle3_head_drafts_what_its_own_forward_says(case, base, tmp_path, h
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output")])
+def test_an_eagle3_head_whose_names_begin_with_model_drafts_what_its_own_forward_says(flags, weights, base, tmp_path):
+    """As NeMo Automodel writes it: all but the output matrix."""
+    tensors = foreign.eagle3(tmp_path, "vllm", **dict.fromkeys(flags, True))
+    (tmp_path / "model.safetensors").unlink()
+    bare = ("lm_head.weight", "d2t", "t2d")
+    foreign.write(tmp_path, None, {n if n in bare else f"model.{n}": t for n, t in tensors.items()}, weights)
+    model = SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=True)
+    ids, layers = torch.arange(40) + tensors["d2t"], (2, 4, 5)
+    assert_drafts(
+        model,
+        lambda s, t, d: foreign.eagle3_logits(tensors, "layers.0.", s, layers, embeddings(base), t, d, flags),
+        ids,
+    )
+
+
+def test_a_name_with_and_without_the_prefix_is_refused(base, tmp_path):
+    tensors = foreign.eagle3(tmp_path, "vllm")
+    both = {"norm.weight": tensors["norm.weight"].clone()}
+    foreign.write(tmp_path, None, {f"model.{name}": tensor for name, tensor in tensors.items()} | both)
+    with pytest.raises(CheckpointError, match=r"has both norm.weight and model.norm.weight"):
+        SpecModel.from_pretrained(tmp_path, base=base)
+
+
 @pytest.mark.parametrize(
     "flags",
     [("norm_before_residual",), ("norm_before_fc",), ("fc_norm",), ("norm_output",), ("fc_norm", "norm_output")],
@@ -188,7 +213,7 @@ REFUSED = {
         {"top": [1, 3, 6], "nested": [1, 3, 6]}, r"says hidden_states \[1, 3, 6\], and eagle_config.* \[2, 4, 7\]"
     ),
     "layers unsorted": ({"top": [6, 3, 1]}, r"hidden_states \[6, 3, 1\], are not in ascending order"),
-    "the last layer": ({"top": [2, 4, 8]}, r"it reads hidden_states \[8\], and servers capture only .* 1 to 7"),
+    "a layer after the last": ({"top": [2, 4, 9]}, r"reads hidden_states \[10\], and servers capture only .* 1 to 7"),
     "layers of text": ({"eagle_aux_hidden_state_layer_ids": "2,4"}, "'2,4'; expected a list of layer numbers"),
     "another size": ({"hidden_size": 64}, "made for another base: hidden_size is 32, not 64"),
     "another vocabulary": ({"vocab_size": 128}, "made for another base: vocab_size is 97, not 128"),

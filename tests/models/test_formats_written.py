@@ -172,6 +172,8 @@ def test_the_readme_of_an_export_says_how_it_is_served_and_what_to_expect(to, na
     assert "the base's own | 3.50 |" in (model.export(tmp_path / "out3", to) / "README.md").read_text()
     (tmp_path / "head" / "results.json").unlink()
     assert "was not recorded" in (model.export(tmp_path / "out2", to) / "README.md").read_text()
+    if to == "eagle":
+        assert f"optimum-cli export openvino --model {tmp_path / 'out'} " in text and "hidden_layers_list" in text
     if to in ("trtllm", "modelopt"):
         assert f"speculative_model: {tmp_path / 'out'}\n" in (tmp_path / "out" / "trtllm.yml").read_text()
 

@@ -104,7 +104,8 @@ def test_where_the_converter_fails_its_word_is_told_and_nothing_is_left(small, c
     model.config.base_model_name_or_path = str(small / "base")
     (checkout / "gguf-py" / "only_gguf_py.py").unlink()
     with pytest.raises(
-        CheckpointError, match=r"No module named 'only_gguf_py'; .*python.* needs what its requirements/ name"
+        CheckpointError,
+        match=r"No module named 'only_gguf_py'; .* needs what its requirements/ name: .*-m pip install only_gguf_py$",
     ):
         model.export(tmp_path / "out", "llamacpp", gguf=checkout)
     assert {path.name for path in tmp_path.iterdir()} == {"llama.cpp", "other"}

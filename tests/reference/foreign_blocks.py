@@ -1,5 +1,6 @@
 """Heads that draft a block at once as other programs write them, and what they draft; as in foreign.py, without
-specheads: DFlash and DSpark of speculators, z-lab's DFlash, JetSpec, ModelOpt's DFlash and DeepSpec's DSpark."""
+specheads: DFlash and DSpark of speculators, z-lab's DFlash, JetSpec, ModelOpt's DFlash, DeepSpec's DSpark, and
+SpecForge's DSpark before and after its script that prepares it for SGLang."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.reference.foreign import (
 )
 
 SLOTS, MASK, LAYERS = 4, 9, (1, 4, 6)  # slots of a block; the token of masked slots; hidden_states that are read
-FORMS = ("dspark", "dflash", "z-lab", "modelopt", "jetspec", "deepspec")
-MARKED = ("dspark", "deepspec")  # with a Markov bias and a confidence
+FORMS = ("dspark", "dflash", "z-lab", "modelopt", "jetspec", "deepspec", "specforge", "normalised")
+MARKED = ("dspark", "deepspec", "specforge", "normalised")  # with a Markov bias and a confidence
 
 
 def head(folder, form, *, draft=None, rank=6, confidence=True, layers=2, base=None, **changes):
@@ -48,8 +49,10 @@ def head(folder, form, *, draft=None, rank=6, confidence=True, layers=2, base=No
     if form == "deepspec":
         tensors["embed_tokens.weight"] = base.get_input_embeddings().weight.detach().clone()
         tensors["lm_head.weight"] = base.get_output_embeddings().weight.detach().clone()
-    config = {**CONFIGS[form](layers, draft), **marks(form, rank, confidence)}
-    inner = {**config.get("dflash_config", {}), **changes.pop("inner", {})}
+    config, marked = CONFIGS[form](layers, draft), marks(form, rank, confidence)
+    nested = marked if form == "specforge" else {}
+    config |= {} if nested else marked
+    inner = {**config.get("dflash_config", {}), **nested, **changes.pop("inner", {})}
     if inner:
         config["dflash_config"] = {k: v for k, v in inner.items() if v is not None}
     return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors)
@@ -101,6 +104,12 @@ CONFIGS = {
     ),
     "jetspec": lambda layers, draft: qwen3(layers, "DFlashDraftModel", dflash_config={**OUTPUTS, "causal_head": True}),
     "deepspec": lambda layers, draft: qwen3(layers, "Qwen3DSparkModel", num_anchors=512, **OUTPUTS),
+    "specforge": lambda layers, draft: qwen3(
+        layers, "DSparkDraftModel", dflash_config={**OUTPUTS, "projector_type": "dspark", "attention_mode": "gqa"}
+    ),
+    "normalised": lambda layers, draft: qwen3(
+        layers, "Qwen3DSparkModel", dflash_config={**OUTPUTS, "projector_type": "dspark"}
+    ),
 }
 
 

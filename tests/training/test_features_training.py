@@ -125,6 +125,17 @@ def test_a_recipe_in_bf16_saves_every_dtype(dtype, folder, tmp_path):
     assert disk == pytest.approx(live, rel=2e-2)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_a_head_that_reads_the_last_layers_output_learns_the_same_from_saved_features(kind, folder, tmp_path):
+    taps = {"taps": (1, 2, 5)}
+    live = trained(folder, tmp_path / "live", kind, head=taps)
+    dump(folder, tmp_path / "saved", **taps)
+    saved = trained(folder, tmp_path / "disk", kind, head=taps, features=tmp_path / "saved")
+    assert_same(live, saved, rel=1e-4)
+    others = trained(folder, tmp_path / "others", kind, head={"taps": (1, 2, 4)})
+    assert history(others)[0]["loss"] != pytest.approx(history(live)[0]["loss"], rel=1e-4)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", HEADS)
 def test_as_many_likeliest_tokens_as_there_are_give_the_whole_distribution(kind, folder, tmp_path):
@@ -218,15 +229,16 @@ def test_a_base_that_only_gives_features_stops_after_the_last_of_them(family):
     assert not Forward(base, (1, text_config(base).num_hidden_layers), needs_teacher=False).early
 
 
-def test_what_is_saved_is_what_the_base_gives(folder, tmp_path):
-    dump(folder, tmp_path / "saved", taps=TAPS)
+@pytest.mark.parametrize("taps", [TAPS, (1, 4, 5)], ids=["hidden states", "the last layer's output too"])
+def test_what_is_saved_is_what_the_base_gives(taps, folder, tmp_path):
+    dump(folder, tmp_path / "saved", taps=taps)
     trainer = prepare(recipe(folder, tmp_path, "eagle3")).trainer
-    rows = FeatureDataset(tmp_path / "saved", TAPS)
+    rows = FeatureDataset(tmp_path / "saved", taps)
     assert len(rows) == len(trainer.train_dataset) == 14
     for i in (0, 3, 13, 5):
         ids = torch.tensor([trainer.train_dataset[i]["input_ids"]])
         features, teacher = tap_base(
-            trainer.model.base, ids, torch.ones_like(ids), torch.arange(ids.shape[1]).unsqueeze(0), TAPS
+            trainer.model.base, ids, torch.ones_like(ids), torch.arange(ids.shape[1]).unsqueeze(0), taps
         )
         assert rows[i]["labels"].tolist() == trainer.train_dataset[i]["labels"]
         torch.testing.assert_close(rows[i]["features"], features[0], rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from specheads.decoding.target.hf_base import layer_count
 from specheads.heads import Eagle3Config, EagleConfig
 from specheads.heads.layers.rope import USUAL_THETA, complete_rope
 from specheads.options import refuse_unknown, shown
@@ -115,7 +116,8 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
     if three:
         options = {"steps": 3, "step_decay": 0.9, "draft_vocab_size": drafted, "norm_before_residual": False} | options
         if ids := shape.get(_LAYERS):
-            options = {"taps": tuple(i + 1 for i in ids)} | options  # layer i's output is hidden_states[i + 1]
+            last = layer_count(base) - 1  # ModelOpt hooks layers, so of the last it takes the output before the norm
+            options = {"taps": tuple(i + 1 + (i == last) for i in ids)} | options
     elif drafted != base.vocab_size:
         raise ValueError(f"eagle_architecture_config.draft_vocab_size={shown(drafted)} goes with EAGLE-3 alone")
     sizes = default_eagle_config | shape

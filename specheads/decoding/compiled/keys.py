@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
+from specheads.decoding.target.taps import keep_output
 from specheads.decoding.tree import DraftTree
 
 
@@ -24,7 +25,8 @@ def module_state(module: nn.Module) -> tuple:
         named = [str(getattr(part, name)) for name in adapters if name in own or hasattr(type(part), name)]
         attention = getattr(own.get("config"), "_attn_implementation", None)
         attention = "sdpa" if attention == GROUPED else attention  # another thread may be in a pass
-        hooks = *own["_forward_hooks"], *own["_forward_pre_hooks"]
+        kept = (key for key, hook in own["_forward_hooks"].items() if hook is not keep_output)  # there during a pass
+        hooks = *kept, *own["_forward_pre_hooks"]
         modules.append((own["training"], id(own.get("forward")), *hooks, *named, attention))
     tensors = [(type(t), t.shape, t.dtype, t.device) for t in (*module.parameters(), *module.buffers())]
     tables = [t.shape for m in module.modules() if isinstance(t := getattr(m, "_table", None), Tensor)]

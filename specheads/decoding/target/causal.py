@@ -5,8 +5,8 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +22,7 @@ from specheads.decoding.target.hf_base import (
     RECURRENT,
     UnsupportedModel,
     cache_layers,
-    concat_taps,
     has_state,
-    kept_states,
     layer_reach,
     logits_of,
     refuse_unsupported,
@@ -36,6 +34,7 @@ from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.recurrent import RecurrentModule
 from specheads.decoding.target.recurrent_modules import recurrent_modules
 from specheads.decoding.target.rope_switch import rope_switch
+from specheads.decoding.target.taps import last_output_kept, run_tapped
 from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
 
@@ -50,7 +49,7 @@ class Target(Verifier):
     def __init__(
         self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1, static: bool = False
     ) -> None:
-        """layers: HF hidden_states indices to tap (0 embeddings, n last). scratch: the most nodes a tree will have.
+        """layers: the states to tap, as in taps.py. scratch: the most nodes a tree will have.
         static: keep the shapes of passes few, for compiled steps.
 
         Raises UnsupportedModel, with the reason, for a model that cannot be served.
@@ -73,6 +72,7 @@ class Target(Verifier):
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
         self.offset: Tensor | None = None
+        self._routed = False  # inside `routed`?
         self._last_position: Tensor  # (B, 1), on the device so that a compiled step serves every limit
         self.prompt_lengths: Tensor
         self.inputs: ModelInputs
@@ -248,24 +248,34 @@ class Target(Verifier):
         """A lock: while it is held, no other thread is in a pass that replaces forward() of the base's modules."""
         return self.recurrent[0].turn if self.recurrent else nullcontext()
 
-    def routed(self) -> AbstractContextManager[None]:
-        """In the block, `RecurrentStates` runs the recurrent layers of passes. A compiled step starts inside it."""
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """In the block, `RecurrentStates` runs the recurrent layers of passes, and the last layer's output is there if
+        it is tapped. A compiled step starts inside it, since torch cannot trace how modules are changed."""
         states = self.cache.recurrent
-        return nullcontext() if states is None or states.routes else states.routed()
+        with last_output_kept(self.base, self.layers), nullcontext() if states is None else states.routed():
+            self._routed = True
+            try:
+                yield
+            finally:
+                self._routed = False
 
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if (states := self.cache.recurrent) is not None:
             states.shape = ids.shape
-        with self.routed():
-            out = self.base(
+        with nullcontext() if self._routed else self.routed():
+            out, features = run_tapped(
+                self.base,
+                self.base,
+                self.layers,
+                ids,
                 input_ids=ids,
                 position_ids=position,
                 attention_mask=mask,
                 use_cache=True,
-                output_hidden_states=kept_states(self.layers),
                 **{self.cache_argument: self.cache},
                 **kwargs,
             )
-        return out.logits, concat_taps(out.hidden_states, self.layers, ids)
+        return out.logits, features

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.target.cache import TreeCache, gather_nodes
 from specheads.decoding.target.grouped_attention import grouped_attention
-from specheads.decoding.target.hf_base import decoder_of, layer_count, text_config
+from specheads.decoding.target.hf_base import decoder_of
 from specheads.heads.layers.rope import rotate
 
 
@@ -140,12 +140,6 @@ class ContextBlock(DecoderBlock):
         group = self.num_heads // self.num_key_value_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         return self.finish(F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask), hidden)
-
-
-def decoder_layers(base: Any) -> nn.ModuleList | None:
-    """The base's decoder layers: the first ModuleList in its text decoder that has as many modules as layers."""
-    count = layer_count(text_config(base))
-    return next((m for m in decoder_of(base).modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
 
 
 def copy_layer(block: DecoderBlock, layer: nn.Module) -> None:

@@ -22,7 +22,8 @@ from specheads.decoding.target.arguments import CACHE_NAMES
 from specheads.decoding.target.cache import Reach
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.hf_base import UnsupportedModel, layer_reach
-from specheads.heads.layers.block import decoder_layers, final_norm
+from specheads.decoding.target.taps import decoder_layers
+from specheads.heads.layers.block import final_norm
 from specheads.heads.layers.rope import LENGTH_DEPENDENT, RotaryTable, rope_type
 from specheads.options import reason, shown
 

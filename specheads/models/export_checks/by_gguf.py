@@ -13,6 +13,7 @@ from specheads.models.export_checks.comparison import compare_tensors, compare_v
 from specheads.models.files import CheckpointError
 from specheads.models.formats.export.gguf_files import DRAFT
 from specheads.models.formats.files import Files
+from specheads.models.formats.parts.layer_ids import boundaries
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -31,7 +32,7 @@ def check(folder: Path, model: SpecModel) -> str:
         return f"not checked: the values of {DRAFT} are compared for EAGLE-3 heads alone"
     reader = gguf.GGUFReader(folder / DRAFT)
     fields = {name.removeprefix(f"{_ARCHITECTURE}."): field.contents() for name, field in reader.fields.items()}
-    wanted = _wanted(head, list(model.head.layers))
+    wanted = _wanted(head, boundaries(model.head.layers, model.base))
     compare_values("gguf", folder / DRAFT, _as_floats(fields), _as_floats(wanted))
     files, held = Files(folder), {t.name: _values(gguf, t) for t in reader.tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.EAGLE3, 1)

@@ -16,7 +16,7 @@ from specheads.models.export_checks.by_transformers import llama
 from specheads.models.export_checks.comparison import compare_tensors, compare_values
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
-from specheads.models.formats.parts.layer_ids import KEY
+from specheads.models.formats.parts.layer_ids import KEY, nested_list
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -35,7 +35,7 @@ def check(folder: Path, model: SpecModel) -> str:
     inner = options.pop("eagle_config", None) or {}
     config = LlamaConfig(**{**options, **inner, "has_lm_head": True, "eagle_decoder_type": "llama"})
     read = {"layers, numbered by their outputs,": getattr(config, KEY, None)}
-    compare_values(program, folder, read, {name: [tap - 1 for tap in model.head.layers] for name in read})
+    compare_values(program, folder, read, {name: nested_list(model.head.layers, model.base) for name in read})
     module = EagleModule(config, LlamaDecoderLayer)
     try:
         module.load_state_dict({name: files.tensor(name) for name in files.shapes}, strict=True)

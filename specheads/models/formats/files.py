@@ -99,7 +99,15 @@ class Files:
 
     @cached_property
     def shapes(self) -> dict[str, Tensor]:
-        """Every tensor on the meta device: its shape and dtype, without its values."""
+        """Every tensor on the meta device: its shape and dtype, without its values. CheckpointError if a name is there
+        with and without the prefix."""
+        found = self._stored_shapes
+        if twice := [name for name in found if self._prefix and self._prefix + name in found]:
+            raise CheckpointError(f"{self} has both {shortened(twice[0])} and {shortened(self._prefix + twice[0])}")
+        return {name.removeprefix(self._prefix): t for name, t in found.items()}
+
+    @cached_property
+    def _stored_shapes(self) -> dict[str, Tensor]:
         if self.pickled:
             return {
                 name: meta_tensor(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()
@@ -119,6 +127,16 @@ class Files:
         """The names of all tensors, of any dtype. If there is an index, no other file is downloaded.
 
         For a pickle, which is not run: every string in it, which includes the names."""
+        return {name.removeprefix(self._prefix) for name in self._stored_names}
+
+    @cached_property
+    def _prefix(self) -> str:
+        """What is left out of the tensors' names: the class's "model.", before an EAGLE head's fc as NeMo Automodel
+        writes it. No complete model has such a tensor."""
+        return "model." if "model.fc.weight" in self._stored_names and "fc.weight" not in self._stored_names else ""
+
+    @cached_property
+    def _stored_names(self) -> Collection[str]:
         if self._index is not None:
             return self._index
         assert self.weights is not None
@@ -126,6 +144,8 @@ class Files:
 
     def tensor(self, name: str) -> Tensor:
         """A copy of one tensor, independent of the file. First check `shapes` against what is expected."""
+        if self._prefix and name not in self._stored_shapes:
+            name = self._prefix + name
         if self.pickled:
             return self._unpickled[name].clone(memory_format=torch.contiguous_format)
         path = self.weights if self._index is None else self._shards[self._index[name]]

@@ -86,15 +86,21 @@ llama-server -m $folder_arg/target.gguf -md $folder_arg/draft.gguf --spec-type d
 ```
 
 If target.gguf and draft.gguf are here, `specheads export --gguf` has already done the two conversions.
+
+llama.cpp drafts for the families of which it gives the layers' inputs (b11434: Llama, Mistral, Qwen3 and some others).
+For any other its server ends at the first request, and `--to llamacpp` refuses it.
 """
 
 
-OPENVINO = """\
+_TO_OPENVINO = """\
 ```bash
 optimum-cli export openvino --model $base_arg --task text-generation-with-past $folder_arg/ov-base
 optimum-cli export openvino --model $folder_arg --task text-generation-with-past --trust-remote-code $folder_arg/ov-head
 ```
+"""
 
+OPENVINO = f"""\
+{_TO_OPENVINO}
 ```python
 import openvino_genai
 
@@ -102,6 +108,26 @@ draft = openvino_genai.draft_model("$folder/ov-head", "CPU")
 scheduler = openvino_genai.SchedulerConfig()
 scheduler.enable_prefix_caching = False  # its DFlash refuses prefix caching
 pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft, scheduler_config=scheduler)
+print(pipe.generate("def ", max_new_tokens=64, num_assistant_tokens=$depth))
+```
+"""
+
+OPENVINO_EAGLE3 = f"""\
+OpenVINO GenAI takes an export with `--embeddings` (or `embeddings=True`):
+
+{_TO_OPENVINO}
+It reads other layers than the head by default. For a base with n layers write this, with the numbers worked out (for 12
+layers `1 5 8`), beside `<eagle3_mode value="True" />` in `ov-head/openvino_model.xml`:
+
+```xml
+<hidden_layers_list value="1 n/2-1 n-4" />
+```
+
+```python
+import openvino_genai
+
+draft = openvino_genai.draft_model("$folder/ov-head", "CPU")
+pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft)
 print(pipe.generate("def ", max_new_tokens=64, num_assistant_tokens=$depth))
 ```
 """

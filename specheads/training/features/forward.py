@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.hf_base import decoder_of
-from specheads.heads.layers.block import decoder_layers
+from specheads.decoding.target.taps import decoder_layers
 from specheads.losses.teacher import Teacher, tap_base
 
 

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from specheads.decoding.target.hf_base import layer_count
+from specheads.decoding.target.taps import last_output
 from specheads.heads import HEADS
 from specheads.models import saved_head
 from specheads.options import OptionError
@@ -57,9 +58,11 @@ def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[in
         with torch.device("meta"):
             taps = HEADS[head.kind](head.with_base_defaults(config)).layers
     layers = layer_count(config)
-    if not taps or not all(0 <= tap <= layers for tap in taps):
+    if not taps or not all(0 <= tap <= last_output(config) for tap in taps):
         raise OptionError(
-            f"{{taps}}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers", taps=taps
+            f"{{taps}}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers, or "
+            f"{layers + 1}, the last layer's output before its final norm",
+            taps=taps,
         )
     return tuple(sorted(set(taps)))
 

@@ -1,6 +1,8 @@
 """DSpark as DeepSpec writes it and vLLM, SGLang and llama.cpp read it: DeepSpec's keys in a Qwen3 config.
 
-DeepSpec's own files contain copies of the base's matrices; the other programs use those of the target."""
+DeepSpec's own files contain copies of the base's matrices; the other programs use those of the target. SpecForge has
+the layers and the mask token in DFlash's table, and the other keys in that table or at the top.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.config_values import architectures, whole
+from specheads.models.formats.config_values import architectures, table, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, output_matrix
 from specheads.models.formats.parts import layer_ids, vocabulary
@@ -23,8 +25,12 @@ from specheads.models.formats.parts.positions import GGUF, SGLANG
 from specheads.models.formats.serving import llamacpp, vllm_gpu
 from specheads.options import shown
 
-ARCHITECTURE = "Qwen3DSparkModel"
-_LAYERS = "target_layer_ids"
+ARCHITECTURE, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
+_LAYERS, _TABLE = "target_layer_ids", "dflash_config"
+_EITHER = (
+    _LAYERS, "mask_token_id", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head",
+    "confidence_head_with_markov", "sample_from_anchor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,16 @@ class DeepSpec(parallel.Parallel):
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        if (found := architectures(config)) != [ARCHITECTURE]:
+        if (found := architectures(config)) not in ([ARCHITECTURE], [SPECFORGE]):
             raise CheckpointError(
-                f"{files} is a DSpark head of the class {shown(found)}; [{ARCHITECTURE!r}] is read here"
+                f"{files} is a DSpark head of the class {shown(found)}; {ARCHITECTURE} and {SPECFORGE} are read here"
             )
+        said = _said(files, config, table(config, _TABLE))
         options = parallel.read_options(
-            files, config, config, base, layer_ids.read_output_ids(files, config, _LAYERS),
-            whole(config, "mask_token_id", least=0), whole(config, "block_size"),
+            files, config, config, base, layer_ids.read_output_ids(files, said, _LAYERS, base),
+            whole(said, "mask_token_id", least=0), whole(said, "block_size"),
         )  # fmt: skip
-        return {**options, **parallel.read_dspark_options(files, config)}
+        return {**options, **parallel.read_dspark_options(files, said)}
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps
@@ -60,7 +67,7 @@ class DeepSpec(parallel.Parallel):
             "attention_bias": head.attention_bias, "block_size": head.block_size,
             "layer_types": ["full_attention"] * head.num_layers,
             "num_target_layers": text_config(base).num_hidden_layers, "mask_token_id": head.mask_token_id,
-            _LAYERS: layer_ids.output_ids(head.taps), "num_anchors": head.anchors, "sample_from_anchor": True,
+            _LAYERS: layer_ids.output_ids(head.taps, base), "num_anchors": head.anchors, "sample_from_anchor": True,
             "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
             "confidence_head_with_markov": head.markov_rank > 0,
         }  # fmt: skip
@@ -72,6 +79,24 @@ class DeepSpec(parallel.Parallel):
         return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
+def _said(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The values of the keys in _EITHER, at the top or in the table. CheckpointError if the two contradict each other,
+    or the table is another head's."""
+    said = {}
+    for name in _EITHER:
+        values = [value for value in (config.get(name), inner.get(name)) if value is not None]
+        if values[1:] and values[0] != values[1]:
+            raise CheckpointError(
+                f"{files}: its config says {name}={shown(values[0])}, and {_TABLE}.{name}={shown(values[1])}; its "
+                "readers would disagree"
+            )
+        said[name] = values[0] if values else None
+    for name, known in (("projector_type", ("dspark",)), ("attention_mode", ("gqa", "mha"))):
+        if (value := inner.get(name, known[0])) not in known:
+            raise CheckpointError(f"{files}: its config says {_TABLE}.{name}={shown(value)}; expected {known[0]}")
+    return said
+
+
 FORMATS = (
     DeepSpec(
         "deepspec", "DSpark in DeepSpec's format", "deepseek-ai/DeepSpec (main), vLLM 0.32", vllm_gpu("dspark"),
@@ -79,7 +104,7 @@ FORMATS = (
     ),
     DeepSpec(
         "vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), takes_draft_vocabulary=True,
-        needs_markov=True,
+        needs_markov=True, last=None,
     ),
     DeepSpec(
         "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
@@ -88,10 +113,11 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DS
   --speculative-draft-model-path $folder_arg --speculative-dspark-block-size $depth
 ```
 """,
-        needs_markov=True, positions=SGLANG,
+        needs_markov=True, positions=SGLANG, last=layer_ids.SGLANG_LAST_OF_BLOCKS,
     ),
     DeepSpec(
         "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"),
         takes_draft_vocabulary=True, needs_markov=True, takes_biases=False, positions=GGUF,
+        last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
     ),
 )  # fmt: skip

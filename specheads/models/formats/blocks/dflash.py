@@ -45,7 +45,7 @@ class DFlash(parallel.Parallel):
         inner = table(config, _TABLE)
         self._refuse_others(files, inner, text_config(base).hidden_size)
         options = parallel.read_options(
-            files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS),
+            files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS, base),
             whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
         )  # fmt: skip
         return {**options, "causal": _causal(files, config, inner), "sample_from_anchor": False}
@@ -59,7 +59,7 @@ class DFlash(parallel.Parallel):
             "attention_bias": head.attention_bias, "block_size": head.block_size,
             "layer_types": ["full_attention"] * head.num_layers,
             "num_target_layers": text_config(base).num_hidden_layers,
-            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps), **causal},
+            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps, base), **causal},
         }  # fmt: skip
         if head.draft_vocab_size != head.vocab_size:
             config["draft_vocab_size"] = head.draft_vocab_size
@@ -113,7 +113,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DF
 FORMATS = (
     DFlash(
         "dflash", "DFlash (z-lab's format, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
-        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}",
+        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}", last=layer_ids.SGLANG_LAST_OF_BLOCKS,
     ),
     DFlash(
         "jetspec", "JetSpec", "hao-ai-lab/JetSpec (main)", """\
@@ -132,9 +132,12 @@ drafter = DraftHeadTreeDrafter(
     ),
     DFlash(
         "vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), takes_draft_vocabulary=True,
-        causal=None,
+        causal=None, last=None,
     ),
-    DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG),
+    DFlash(
+        "sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG,
+        last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+    ),
     DFlash(
         "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
 ```bash
@@ -145,7 +148,7 @@ trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trt
     ),
     DFlash(
         "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), takes_biases=False,
-        positions=GGUF,
+        positions=GGUF, last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
     ),
     DFlash(
         "openvino", "DFlash for OpenVINO GenAI", "OpenVINO GenAI 2026.4 with optimum-intel 2.2", OPENVINO,

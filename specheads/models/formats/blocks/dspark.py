@@ -5,6 +5,7 @@ Attention between slots is bidirectional. Each slot predicts the next position, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from specheads.models.formats.eagle.speculators import VERSION, nested_block, sp
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import vocabulary
+from specheads.models.formats.parts.layer_ids import boundaries, taps_at
 from specheads.models.formats.serving import HUB_ID, vllm_gpu
 
 _LAYERS = "aux_hidden_state_layer_ids"
@@ -33,6 +35,7 @@ class DSpark(parallel.Parallel):
     serving: str = f"{vllm_gpu('dspark')}\n{HUB_ID}\n"
     takes_markov: bool = True
     takes_draft_vocabulary: bool = True
+    last: Collection[str] | None = None
 
     def recognises(self, files: Files) -> bool:
         return (files.config or {}).get("speculators_model_type") == "dspark"
@@ -60,8 +63,8 @@ def nested_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:
     if not taps:
         raise CheckpointError(f"{files}: its config has no {_LAYERS}")
     return parallel.read_options(
-        files, config, table(config, "transformer_layer_config"), base, taps, whole(config, "mask_token_id", least=0),
-        whole(config, "block_size", 8),
+        files, config, table(config, "transformer_layer_config"), base, taps_at(taps, base),
+        whole(config, "mask_token_id", least=0), whole(config, "block_size", 8),
     )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def nested_config(
     return {
         "architectures": [f"{name}DraftModel"], "auto_map": {"": f"config.{name}SpeculatorConfig"},
         "speculators_model_type": kind, "speculators_version": VERSION, "block_size": head.block_size,
-        "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, _LAYERS: list(head.taps),
+        "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, _LAYERS: boundaries(head.taps, base),
         "mask_token_id": head.mask_token_id,
         # Only matters for sliding layers, of which there are none; but vLLM 0.32 takes false as "all layers causal".
         "sliding_window_non_causal": True,

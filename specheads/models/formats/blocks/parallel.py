@@ -13,13 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import flag, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
-from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts import layer_ids, llamacpp_families, vocabulary
 from specheads.models.formats.parts.decoder import block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
 from specheads.options import shown
@@ -32,7 +31,7 @@ class Parallel(Format):
     """takes_markov: supports a Markov bias and a confidence head. needs_markov: requires the bias.
     takes_draft_vocabulary: supports a draft vocabulary. causal: whether slots attend only to earlier ones. from_anchor:
     the value of sample_from_anchor. (None for either: given by the config.) takes_biases: supports attention biases.
-    positions: the scaled rotary positions it supports."""
+    last: as in `Eagle3`. positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = ParallelConfig.kind
     engine: str
@@ -46,6 +45,7 @@ class Parallel(Format):
     from_anchor: bool | None = None
     needs_markov: bool = False
     takes_biases: bool = True
+    last: Collection[str] | None = ()
     positions: Positions = EVERY
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
@@ -81,7 +81,7 @@ class Parallel(Format):
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, ParallelConfig)
-        wrong = [layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)]
+        wrong = [layer_ids.refusal_reason(head.taps or (), base, self.last)]
         if self.causal is not None and head.causal != self.causal and head.block_size > 1:
             wrong.append(
                 "its slots attend only to earlier ones (causal), and this format's to the whole block" if head.causal
@@ -106,6 +106,8 @@ class Parallel(Format):
             wrong.append("it has no Markov bias (markov_rank=0), without which its readers do not load it")
         if head.attention_bias and not self.takes_biases:
             wrong.append("its attention has biases, which its readers do not have")
+        if self.engine == "llamacpp":
+            wrong += llamacpp_families.refusals(base)
         wrong += self.positions.refusals(head) + scaled_embeddings(base)
         if head.mlp_bias:
             wrong.append("its decoder has biases in the MLP, which Qwen3's lacks")
@@ -124,8 +126,6 @@ def read_options(
 
     block: the config of its decoder, which may be nested. taps: the hidden_states it reads. mask: id of the mask token.
     size: slots in a block. CheckpointError if no head here can represent it."""
-    if wrong := layer_ids.refusal_reason(taps, text_config(base).num_hidden_layers):
-        raise CheckpointError(f"{files}: {wrong}")
     options = block_options(files, block, base, count(files, "layers."), "qwen3")
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
@@ -133,8 +133,8 @@ def read_options(
     if size > 4096:
         raise CheckpointError(f"{files}: block_size={size} is more than any draft")
     return {
-        **options, "draft_vocab_size": draft, "taps": taps, "causal": False, "block_size": size,
-        "draft_depth": min(size, 8), "mask_token_id": mask, "markov_rank": 0, "confidence": False,
+        **options, "draft_vocab_size": draft, "taps": layer_ids.readable(files, taps, base), "causal": False,
+        "block_size": size, "draft_depth": min(size, 8), "mask_token_id": mask, "markov_rank": 0, "confidence": False,
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ class SpeculatorsDFlash(parallel.Parallel):
     versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"
     serving: str = vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}")
     takes_draft_vocabulary: bool = True
+    last: Collection[str] | None = None
     from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import architectures, flag, whole
@@ -22,10 +21,10 @@ from specheads.models.formats.eagle import eagle3_config, transformers4
 from specheads.models.formats.eagle.eagle3_config import NORMS
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embeddings_of, output_matrix
-from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts import layer_ids, llamacpp_families, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
-from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
+from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # the NORMS that SGLang and TensorRT-LLM support
@@ -62,16 +61,17 @@ def _retrain(norms: Sequence[str]) -> str:
     return f"train one without: recipes/eagle3.yaml with {' '.join(f'head.{name}=false' for name in norms)}"
 
 
-def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
-    """Reasons for which every format refuses an EAGLE-3 head."""
-    wrong = layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)
+def common_refusals(head: Eagle3Config, base: PreTrainedModel, last: Collection[str] | None) -> list[str]:
+    """Reasons for which every format refuses an EAGLE-3 head. last: as in `Eagle3`."""
+    wrong = layer_ids.refusal_reason(head.taps or (), base, last)
     return [wrong] * bool(wrong)
 
 
 @dataclass(frozen=True)
 class Eagle3(Format):
     """takes_layers: supports several decoder blocks, named as here. takes_biases: supports biases in the block.
-    takes_taps: can read layers other than the usual three. needs_three_taps: must read exactly three layers. norms: the
+    takes_taps: can read layers other than the usual three. needs_three_taps: must read exactly three layers. last: the
+    families of which its readers capture the last layer's output before the final norm; None: of all. norms: the
     supported options that move a norm. positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
@@ -86,6 +86,7 @@ class Eagle3(Format):
     takes_biases: bool = False
     takes_taps: bool = True
     needs_three_taps: bool = False
+    last: Collection[str] | None = ()
     norms: Collection[str] = ()
     positions: Positions = USUAL
 
@@ -109,32 +110,33 @@ class Eagle3(Format):
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config) and head.taps
-        wrong, layers = common_refusals(head, base), text_config(base).num_hidden_layers
+        wrong = common_refusals(head, base, self.last)
         if head.num_layers > 1 and not self.takes_layers:
             wrong.append(f"it has {head.num_layers} decoder layers, which its readers norm differently or do not read")
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
         if norms := [ours for ours in NORMS.values() if getattr(head, ours) and ours not in self.norms]:
             wrong.append(f"it has {' and '.join(norms)}, which its readers do not have; {_retrain(norms)}")
-        if not self.takes_taps and head.taps != layer_ids.usual_taps(layers):
-            wrong.append(
-                f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual_taps(layers))} are hard-coded"
-            )
+        if not self.takes_taps and head.taps != (usual := layer_ids.usual_taps(base)):
+            wrong.append(f"it reads hidden_states {list(head.taps)}, and {list(usual)} are hard-coded")
+        if not wrong and self.engine in ("sglang", "modelopt"):
+            wrong += filter(None, [layer_ids.nested_refusal(head.taps, base)])
         if self.needs_three_taps and len(head.taps) != 3:
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
+        if self.engine == "llamacpp":
+            wrong += llamacpp_families.refusals(base)
         return wrong + self.positions.refusals(head)
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
-        layers = text_config(base).num_hidden_layers
+        top, inner = layer_ids.named_ids(head.taps, base)
         config = {
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
-            **block_config(head, tensors, base), **layer_ids.top_level_ids(head.taps, layers),
+            **block_config(head, tensors, base), **top,
         }  # fmt: skip
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         config |= {theirs: True for theirs, ours in NORMS.items() if getattr(head, ours)}
-        inner = layer_ids.nested_ids(head.taps, layers)
         if self.engine == "trtllm":
             inner |= eagle3_config.table_flags({ours for ours in NORMS.values() if getattr(head, ours)})
         if inner:
@@ -142,7 +144,7 @@ class Eagle3(Format):
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {TRTLLM: trtllm_yaml(head, layers)} if self.engine == "trtllm" else {}
+        texts = {TRTLLM: trtllm_yaml(head, base)} if self.engine == "trtllm" else {}
         if self.engine == "eagle":
             texts = transformers4.rewrite_base(base)
         return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
@@ -157,7 +159,7 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
-    taps = layer_ids.read_taps(files, config, text_config(base).num_hidden_layers)
+    taps = layer_ids.read_taps(files, config, base)
     if (claimed := whole(config, "num_aux_hidden_states", len(taps))) != len(taps):
         raise CheckpointError(f"{files}: num_aux_hidden_states={claimed}, and it reads hidden_states {list(taps)}")
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
@@ -199,12 +201,12 @@ def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> T
     return matrix
 
 
-def trtllm_yaml(head: Eagle3Config, num_layers: int) -> str:
+def trtllm_yaml(head: Eagle3Config, base: PreTrainedModel) -> str:
     """The options file of trtllm-serve: draft length, path of the head, and the layers unless they are the usual."""
     assert head.taps
     lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
-    if head.taps != layer_ids.usual_taps(num_layers):
-        lines.append(f"eagle3_layers_to_capture: {layer_ids.output_ids(head.taps)}")
+    if head.taps != layer_ids.usual_taps(base):
+        lines.append(f"eagle3_layers_to_capture: {layer_ids.output_ids(head.taps, base)}")
     return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
 
 
@@ -217,12 +219,13 @@ from eagle.model.ea_model import EaModel
 
 model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
 ```
-{OLDER}""",
+{OLDER}
+{OPENVINO_EAGLE3}""",
         takes_taps=False, positions=LINEAR,
     ),
     Eagle3(
         "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
-        takes_layers=True, takes_biases=True, norms=tuple(NORMS.values()), positions=EVERY,
+        takes_layers=True, takes_biases=True, last=None, norms=tuple(NORMS.values()), positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
@@ -232,7 +235,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
-        norms=_SERVED_NORMS, positions=SGLANG,
+        last=layer_ids.SGLANG_LAST, norms=_SERVED_NORMS, positions=SGLANG,
     ),
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\
@@ -246,6 +249,6 @@ If the layers are not the usual ones, `trtllm.yml` names them: TensorRT-LLM read
     ),
     Eagle3(
         "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", llamacpp("eagle3"),
-        norms=("norm_before_residual", "norm_before_fc"), needs_three_taps=True,
+        norms=("norm_before_residual", "norm_before_fc"), needs_three_taps=True, last=layer_ids.LLAMACPP_LAST,
     ),
 )  # fmt: skip

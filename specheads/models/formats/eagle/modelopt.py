@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files
@@ -48,7 +47,7 @@ load its own exports; this format is for programs that do.
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
         inner = {
-            layer_ids.KEY: [tap - 1 for tap in head.taps], "use_aux_hidden_state": True,
+            layer_ids.KEY: layer_ids.nested_list(head.taps, base), "use_aux_hidden_state": True,
             "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
             "next_layer_regular": True,
         }  # fmt: skip
@@ -56,13 +55,12 @@ load its own exports; this format is for programs that do.
             "architectures": [eagle3.ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), "attention_bias": False, "mlp_bias": False, "eagle_config": inner,
         }  # fmt: skip
-        layers = text_config(base).num_hidden_layers
-        if head.taps != layer_ids.usual_taps(layers) and len(head.taps) != 3:
+        if head.taps != layer_ids.usual_taps(base) and len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if len(tensors["d2t"]) != len(tensors["t2d"]):
             named["d2t"] = tensors["d2t"]
-        return ExportFiles(config, named, texts={TRTLLM: eagle3.trtllm_yaml(head, layers)})
+        return ExportFiles(config, named, texts={TRTLLM: eagle3.trtllm_yaml(head, base)})
 
 
 FORMATS = (ModelOpt(),)

@@ -18,7 +18,7 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.parts.decoder import block_config
-from specheads.models.formats.parts.layer_ids import KEY
+from specheads.models.formats.parts.layer_ids import KEY, boundaries
 from specheads.models.formats.serving import HUB_ID, base_name, vllm
 from specheads.options import shown
 
@@ -61,7 +61,7 @@ class Speculators(Format):
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config)
-        return eagle3.common_refusals(head, base)
+        return eagle3.common_refusals(head, base, None)
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
@@ -70,7 +70,7 @@ class Speculators(Format):
             "speculators_model_type": "eagle3", "speculators_version": VERSION,
             "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None,
             **{theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}, "embed_requires_grad": False,
-            KEY: list(head.taps), "tie_word_embeddings": False,
+            KEY: boundaries(head.taps, base), "tie_word_embeddings": False,
             **nested_block(head, tensors, base, "llama"),
             "speculators_config": speculators_config("eagle3", head.draft_depth, base),
         }  # fmt: skip

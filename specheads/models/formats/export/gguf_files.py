@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +70,8 @@ def _run(script: Path, model: Path, *options: Path | str) -> None:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        missing = "ModuleNotFoundError" in said[-1]
-        more = f"; {sys.executable} needs what its requirements/ name" if missing else ""
+        missing, more = re.search(r"No module named '(\w+)|(sentencepiece) library", said[-1], re.IGNORECASE), ""
+        if missing:
+            install = shlex.join([sys.executable, "-m", "pip", "install", (missing[1] or missing[2]).lower()])
+            more = f"; {sys.executable} needs what its requirements/ name: {install}"
         raise CheckpointError(f"{script} cannot convert {model}: {said[-1].strip()}{more}")

@@ -1,78 +1,166 @@
-"""Which layers of the target an EAGLE-3 or parallel head reads, as each consumer numbers them.
+"""Which layers of the target an EAGLE-3 or parallel head reads, as each program numbers them.
 
-We use Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of layer i. EAGLE-3 has three conventions:
-  top level   eagle_aux_hidden_state_layer_ids: i is hs[i]       vLLM, speculators, llama.cpp
-  nested      in eagle_config, under the same name: i is hs[i+1] SGLang, SpecForge, ModelOpt
-  argument    eagle3_layers_to_capture: i is hs[i+1]             TensorRT-LLM
-Without such a key, all of them and the EAGLE repository read hs[2], hs[n // 2], hs[n − 3] of n layers; OpenVINO GenAI
-reads hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model names others (i is hs[i+1]).
-Parallel heads have two conventions, and always name their layers:
-  top level   aux_hidden_state_layer_ids: i is hs[i]             speculators, vLLM for what speculators wrote
-  outputs     target_layer_ids, in dflash_config or at the top: i is hs[i+1]  z-lab, JetSpec, DeepSpec, ModelOpt, vLLM
+A boundary is a state between layers: 0 the embeddings, i the input of layer i, n the last of n layers' output before
+the final norm. Our taps are Hugging Face's hidden_states, which are the boundaries up to n − 1; hidden_states[n] is the
+norm's output, which no server captures, and n + 1 is boundary n (decoding/target/taps.py).
+
+EAGLE-3, from the code of vLLM 0.32, SGLang 0.5.23 and llama.cpp b11434:
+  top level   eagle_aux_hidden_state_layer_ids: boundaries   vLLM, speculators, llama.cpp
+  nested      in eagle_config, under the same name           SGLang, SpecForge, ModelOpt: the layer whose output it is,
+              so one below the boundary; but SGLang takes    DeepSeek's and GLM-4.7-Flash's as boundaries unless the
+              first id is 1 (deepseek_v2.py:3470, glm4_moe_lite.py:817), and gpt-oss's if the largest is n
+              (gpt_oss.py:1350). vLLM without the key at the top: boundaries in its older runner, which CPUs have
+              (gpu_model_runner.py:5279); its newer one does not read them (spec_decode/eagle/eagle3_utils.py:100).
+  argument    eagle3_layers_to_capture: by outputs           TensorRT-LLM
+Without such a key all of them and the EAGLE repository read boundaries 2, n // 2, n − 3, except that SGLang adds 1 for
+MiniMax-M3's vision class (minimax_m3_vl.py:265), and OpenVINO GenAI for all, unless hidden_layers_list in its converted
+model names others, by outputs.
+Parallel heads always name their layers, for every family alike:
+  top level   aux_hidden_state_layer_ids: boundaries         speculators, vLLM for what speculators wrote
+  outputs     target_layer_ids, in dflash_config or at the top: by outputs    z-lab, JetSpec, DeepSpec, ModelOpt, vLLM
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from specheads.decoding.target.hf_base import layer_count, text_config
+from specheads.decoding.target.taps import last_output
 from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import table, wholes
 from specheads.models.formats.files import Files
 
-KEY = "eagle_aux_hidden_state_layer_ids"
+logger = logging.get_logger(__name__)
+
+KEY, TABLE = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+# Families, as model_type, of which SGLang numbers the layers of an EAGLE-3 head in a way of their own.
+_FIRST_IS_ONE = {
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_k25", "glm4_moe_lite",
+}  # fmt: skip
+_LARGEST_IS_LAST = {"gpt_oss"}
+_USUAL_PLUS_ONE = {"minimax_m3_vl"}
+# Families whose boundary n the programs capture: for EAGLE-3, and for parallel heads.
+SGLANG_LAST = ("gpt_oss", "gemma4", "gemma4_text", "minimax_m3_vl")
+SGLANG_LAST_OF_BLOCKS = (*SGLANG_LAST, "laguna", "lfm2", "lfm2_moe", "nemotron_h")
+LLAMACPP_LAST = ("gpt_oss",)  # of others it would give the norm's output
+LLAMACPP_LAST_OF_BLOCKS = ("deepseek_v4", "mimo_v2_flash", "nemotron_h")
 
 
-def usual_taps(num_layers: int) -> tuple[int, int, int]:
-    """The hidden_states that every consumer reads by default."""
-    return 2, num_layers // 2, num_layers - 3
+def families(base: PreTrainedModel) -> set[str]:
+    """The model_type of a base and of its language model."""
+    return {str(config.model_type) for config in (base.config, text_config(base))}
 
 
-def read_taps(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The hidden_states that the config names. CheckpointError if its two keys disagree or a layer does not exist."""
-    top, nested = wholes(config, KEY), wholes(table(config, "eagle_config"), KEY)
-    found = {ids for ids in (top or None, nested and tuple(i + 1 for i in nested)) if ids}
-    if len(found) > 1:
-        inner = [i + 1 for i in nested or ()]
-        raise CheckpointError(
-            f"{files}: {KEY} says hidden_states {list(top or ())}, and eagle_config.{KEY} {inner} (one more than it "
-            "numbers them); consumers would read different layers"
-        )
-    taps = found.pop() if found else usual_taps(num_layers)
-    if wrong := refusal_reason(taps, num_layers):
+def usual_taps(base: PreTrainedModel) -> tuple[int, int, int]:
+    """The hidden_states that a consumer reads by default."""
+    layers = layer_count(text_config(base))
+    return 2, layers // 2, layers - 3
+
+
+def boundaries(taps: Iterable[int], base: PreTrainedModel) -> list[int]:
+    last = last_output(text_config(base))
+    return [tap - 1 if tap == last else tap for tap in taps]
+
+
+def taps_at(found: Iterable[int], base: PreTrainedModel) -> tuple[int, ...]:
+    """Boundaries → taps."""
+    layers = layer_count(text_config(base))
+    return tuple(i + (i >= layers) for i in found)
+
+
+def sglang_boundaries(ids: Sequence[int] | None, base: PreTrainedModel) -> list[int]:
+    """The boundaries that SGLang reads for the nested ids; None: there are none."""
+    found = families(base)
+    if not ids:
+        return [tap + bool(found & _USUAL_PLUS_ONE) for tap in usual_taps(base)]
+    as_they_are = (found & _FIRST_IS_ONE and ids[0] != 1) or (
+        found & _LARGEST_IS_LAST and max(ids) == layer_count(text_config(base))
+    )
+    return list(ids) if as_they_are else [i + 1 for i in ids]
+
+
+def read_taps(files: Files, config: dict[str, Any], base: PreTrainedModel) -> tuple[int, ...]:
+    """The taps that the config names. CheckpointError if its two keys disagree or a layer does not exist."""
+    top, nested = wholes(config, KEY), wholes(table(config, TABLE), KEY)
+    found, inner = list(top or usual_taps(base)), sglang_boundaries(nested, base)
+    if nested:
+        if top and found != inner:
+            raise CheckpointError(
+                f"{files}: {KEY} says hidden_states {found}, and {TABLE}.{KEY} {inner} (as SGLang counts them); "
+                "consumers would read different layers"
+            )
+        if inner != list(nested) and not top:
+            logger.warning(
+                "%s names its layers only in %s, as %s: read as hidden_states %s, as SGLang does; vLLM 0.32 reads %s "
+                "on a CPU, and the usual layers on a GPU. An export to vllm names them as they are read here.",
+                files, TABLE, list(nested), inner, list(nested),
+            )  # fmt: skip
+        found = inner
+    return readable(files, taps_at(found, base), base)
+
+
+def readable(files: Files, taps: tuple[int, ...], base: PreTrainedModel) -> tuple[int, ...]:
+    """The taps of a file. CheckpointError if no consumer can read them."""
+    if wrong := refusal_reason(taps, base):
         raise CheckpointError(f"{files}: {wrong}")
     return taps
 
 
-def refusal_reason(taps: Sequence[int], num_layers: int) -> str:
-    """Why no consumer can read these layers; "" if some can."""
+def refusal_reason(taps: Sequence[int], base: PreTrainedModel, last: Collection[str] | None = None) -> str:
+    """Why no consumer can read these taps; "" if some can. last: the families of which it captures the last boundary;
+    None: of all."""
+    layers, family = layer_count(text_config(base)), families(base)
     if list(taps) != sorted(set(taps)):
         return f"the layers read, hidden_states {list(taps)}, are not in ascending order, in which servers collect them"
-    if outside := [tap for tap in taps if not 0 < tap < num_layers]:
+    if outside := [tap for tap in taps if not (0 < tap < layers or tap == layers + 1)]:
         return (
             f"it reads hidden_states {outside}, and servers capture only those between two layers: 1 to "
-            f"{num_layers - 1} of a base with {num_layers} layers"
+            f"{layers - 1} of a base with {layers} layers, and at most the last layer's output before the final norm "
+            f"({layers + 1} here)"
+        )
+    if layers + 1 in taps and last is not None and not family & set(last):
+        of = f" but of {', '.join(last)}, not of {' or '.join(sorted(family))}" if last else ""
+        return f"it reads the last layer's output before the final norm (tap {layers + 1}), not captured there{of}"
+    return ""
+
+
+def nested_refusal(taps: Sequence[int], base: PreTrainedModel) -> str:
+    """Why no ids in eagle_config make SGLang read these taps; "" if some do."""
+    if nested_list(taps, base) is None:
+        return (
+            f"it reads hidden_states {list(taps)}, and SGLang cannot be told of the first: it adds 1 to the ids of "
+            f"{' or '.join(sorted(families(base)))} if the first is 1"
         )
     return ""
 
 
-def top_level_ids(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """The key for vLLM, speculators and llama.cpp; {} for the usual layers."""
-    return {} if taps == usual_taps(num_layers) else {KEY: list(taps)}
+def nested_list(taps: Sequence[int], base: PreTrainedModel) -> list[int] | None:
+    """The ids in eagle_config with which SGLang reads these taps; None if none do."""
+    wanted = boundaries(taps, base)
+    ways = [i - 1 for i in wanted], wanted
+    return next((ids for ids in ways if sglang_boundaries(ids, base) == wanted), None)
 
 
-def nested_ids(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """The key in eagle_config for SGLang, SpecForge and ModelOpt; {} for the usual layers."""
-    return {} if taps == usual_taps(num_layers) else {KEY: [tap - 1 for tap in taps]}
+def named_ids(taps: tuple[int, ...], base: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The key for the top level (vLLM, speculators, llama.cpp) and for eagle_config (SGLang, SpecForge). Both are {}
+    for the layers that all read without; else both are there, as vLLM reads the second if it is alone."""
+    ids = nested_list(taps, base)
+    if taps == usual_taps(base) and boundaries(taps, base) == sglang_boundaries(None, base):
+        return {}, {}
+    return {KEY: boundaries(taps, base)}, {} if ids is None else {KEY: ids}
 
 
-def output_ids(taps: tuple[int, ...]) -> list[int]:
+def output_ids(taps: tuple[int, ...], base: PreTrainedModel) -> list[int]:
     """Layers by their outputs, as in TensorRT-LLM's eagle3_layers_to_capture and DFlash's target_layer_ids."""
-    return [tap - 1 for tap in taps]
+    return [i - 1 for i in boundaries(taps, base)]
 
 
-def read_output_ids(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
-    """The hidden_states that a config names by layer outputs. CheckpointError if it names none."""
+def read_output_ids(files: Files, config: dict[str, Any], key: str, base: PreTrainedModel) -> tuple[int, ...]:
+    """The taps that a config names by layer outputs. CheckpointError if it names none."""
     if not (ids := wholes(config, key)):
         raise CheckpointError(f"{files}: its config has no {key}, the layers of the target that it reads")
-    return tuple(i + 1 for i in ids)
+    return taps_at((i + 1 for i in ids), base)

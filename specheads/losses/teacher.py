@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import likeliest
 from specheads.decoding.target.cache import additive
+from specheads.decoding.target.captures import captures_of
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
     concat_taps,
@@ -160,13 +162,14 @@ def tap_base(
 ) -> tuple[Tensor, LiveTeacher]:
     """One pass of the base over input_ids (B, T): its tapped layers (B, T, F), and the teacher."""
     from_hidden = gives_logits(base)
-    out = (decoder_of(base) if from_hidden else base)(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        use_cache=False,
-        output_hidden_states=kept_states(layers),
-    )
+    with captures_of(base).installed() if layers else nullcontext():
+        out = (decoder_of(base) if from_hidden else base)(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            output_hidden_states=kept_states(layers),
+        )
     features = concat_taps(out.hidden_states, layers, input_ids)
     if not from_hidden:
         return features, WholeLogits(out.logits.flatten(0, 1))

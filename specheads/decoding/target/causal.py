@@ -5,8 +5,8 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.arguments import cache_argument, forward_arguments, input_device
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
+from specheads.decoding.target.captures import captures_of
+from specheads.decoding.target.captures import lock as captures_lock
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.grouped_attention import grouped_heads
 from specheads.decoding.target.hf_base import (
@@ -72,6 +74,7 @@ class Target(Verifier):
         self.mask_dict = takes_mask_dict(base)
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
+        self.captures = captures_of(base) if layers else None
         self.offset: Tensor | None = None
         self._last_position: Tensor  # (B, 1), on the device so that a compiled step serves every limit
         self.prompt_lengths: Tensor
@@ -244,14 +247,29 @@ class Target(Verifier):
             masks |= dict.fromkeys(RECURRENT, None)
         return masks if self.mask_dict else next(iter(masks.values()))
 
-    def turn(self) -> AbstractContextManager[Any]:
-        """A lock: while it is held, no other thread is in a pass that replaces forward() of the base's modules."""
-        return self.recurrent[0].turn if self.recurrent else nullcontext()
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In the block no other thread changes how the base's modules run, or which hooks they have."""
+        recurrent = self.recurrent[0].turn if self.recurrent else nullcontext()
+        with recurrent, self._tapped(), captures_lock:
+            yield
 
     def routed(self) -> AbstractContextManager[None]:
-        """In the block, `RecurrentStates` runs the recurrent layers of passes. A compiled step starts inside it."""
+        """In the block, `RecurrentStates` runs the recurrent layers of passes, and tapped layers are captured. A
+        compiled step starts inside it."""
         states = self.cache.recurrent
-        return nullcontext() if states is None or states.routes else states.routed()
+        route = nullcontext() if states is None or states.routes else states.routed()
+        if self.captures is None or torch.compiler.is_compiling():
+            return route
+        return self._routed(route)
+
+    @contextmanager
+    def _routed(self, route: AbstractContextManager[None]) -> Iterator[None]:
+        with self._tapped(), route:
+            yield
+
+    def _tapped(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.captures is None else self.captures.installed()
 
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any

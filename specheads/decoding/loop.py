@@ -63,7 +63,6 @@ class Step:
     path: list[list[int]] = field(default_factory=list)
 
 
-@torch.inference_mode()  # spares each operation its autograd bookkeeping, a tenth of a step on a CPU
 def decode(
     target: Verifier,
     drafter: Drafter | None,
@@ -116,6 +115,9 @@ class _Loop:
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
     tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: notices logits
     processors that keep state, None if nothing is drafted.
+
+    Inference mode spares each operation its autograd bookkeeping, a tenth of a step on a CPU. It is entered by each
+    step: around a generator, torch's wrapper would run when a stream that was left early is freed, at exit after torch.
     """
 
     target: Verifier
@@ -141,6 +143,7 @@ class _Loop:
     end_ids: Tensor | None = field(init=False)
     watch: StateWatch | None = field(init=False)
 
+    @torch.inference_mode()
     def prefill(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs | None) -> Step:
         """Step 0: read the prompts and draw the first token of each row."""
         began = time.perf_counter()
@@ -177,6 +180,7 @@ class _Loop:
         (part_timer.get() or no_timer)("prefill")
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
+    @torch.inference_mode()
     def refill(self, new: NewRows) -> Step:
         """Step 0 of new prompts, which replace finished rows."""
         began = time.perf_counter()
@@ -210,6 +214,7 @@ class _Loop:
             kept_scores if self.keep_scores else [],
         )  # fmt: skip
 
+    @torch.inference_mode()
     def step(self, *, others_wait: bool) -> Step:
         """One step of all running rows. others_wait: may a new prompt replace the next row that finishes?"""
         began, end_part = time.perf_counter(), part_timer.get() or no_timer

@@ -20,7 +20,7 @@ from specheads.decoding.drafters.base import Advance, Context, Drafter, with_def
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.plan import LimitRows
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.probs.processors import StateWatch
+from specheads.decoding.probs.processors import ProcessorWatch
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
@@ -117,7 +117,7 @@ class _Loop:
     limits, row_limits (B,): the most new tokens of each row, on the host and on the device. running: the rows that have
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
     tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: notices logits
-    processors that keep state, None if nothing is drafted.
+    processors that cannot judge drafts, None if nothing is drafted.
 
     Inference mode spares each operation its autograd bookkeeping, a tenth of a step on a CPU. It is entered by each
     step: around a generator, torch's wrapper would run when a stream that was left early is freed, at exit after torch.
@@ -144,7 +144,7 @@ class _Loop:
     row_limits: Tensor = field(init=False)
     count: Tensor = field(init=False)
     end_ids: Tensor | None = field(init=False)
-    watch: StateWatch | None = field(init=False)
+    watch: ProcessorWatch | None = field(init=False)
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs | None) -> Step:
@@ -166,7 +166,7 @@ class _Loop:
         self.count, self.row_limits = torch.ones_like(root), root.new_tensor(self.limits)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
             self.plan = RecordDraftLogits(self.plan)
-        self.watch = StateWatch(sampler.processors) if self.plan else None
+        self.watch = ProcessorWatch(sampler.processors, sampler.rows_together and batch > 1) if self.plan else None
         self.end_ids = None
         if sampler.needs_prefix:
             self.end_ids = torch.tensor(sorted(self.eos), dtype=ids.dtype, device=root.device)
@@ -279,7 +279,9 @@ class _Loop:
             ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),
             numbers=self.numbers(tree.max_depth), keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
         )  # fmt: skip
-        if self.watch and not self.watch.may_draft():
+        if self.watch and not self.watch.may_draft(
+            lambda: self.sampler.mixing(logits[:, 0], lambda: self.context.history, schedule.active)
+        ):
             self.plan = self.watch = None
         return verdict
 

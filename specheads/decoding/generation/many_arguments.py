@@ -82,8 +82,9 @@ def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         return options
     if index >= len(limits):
         raise ValueError(f"prompt {index}: max_new_tokens= has {len(limits)} numbers; give one for each prompt")
-    check_limit(index, limits[index])
-    return {**options, "max_new_tokens": limits[index]}
+    limit = limits[index]
+    check_limit(index, limit)
+    return {**options, "max_new_tokens": limit}
 
 
 def with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -103,6 +103,13 @@ def require_whole(name: str, value: object) -> None:
         raise TypeError(f"{name}={shown(value)} must be a whole number")
 
 
+def require_count(name: str, value: Any) -> None:
+    """TypeError unless the value given as `name` is a number, ValueError unless it is whole. 6.0 counts as whole."""
+    require_number(name, value)
+    if not float(value).is_integer():
+        raise ValueError(f"{name}={shown(value)} must be a whole number")
+
+
 def shown(value: object) -> str:
     """A value as quoted in messages, by its repr: one line of at most 80 characters."""
     return shortened(value, quoted=repr)

@@ -20,7 +20,7 @@ from specheads.decoding.drafters.base import Advance, Context, Drafter, with_def
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.plan import LimitRows
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.probs.processors import StateWatch
+from specheads.decoding.probs.processors import ProcessorWatch
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
@@ -31,7 +31,9 @@ from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
 
-Stop = Callable[[int, list[int], int], int]
+Stop = Callable[..., int]  # see decode()
+
+TokenScores = list[list[tuple[Tensor, Tensor]]]  # per row and token: its raw logits and its processed scores (V,)
 
 # For benchmarks: called with the name of each part of the loop when that part ends: "prefill" (refills included), then
 # in every step "other", "draft", "verify" and "accept" (compiled, accepting is part of "verify", or the whole step is
@@ -57,13 +59,12 @@ class Step:
     ranks: list[list[int]]
     drafted: list[int]
     seconds: float
-    scores: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+    scores: TokenScores = field(default_factory=list)
     divergences: list[list[float]] = field(default_factory=list)
     parents: list[list[int]] = field(default_factory=list)
     path: list[list[int]] = field(default_factory=list)
 
 
-@torch.inference_mode()  # spares each operation its autograd bookkeeping, a tenth of a step on a CPU
 def decode(
     target: Verifier,
     drafter: Drafter | None,
@@ -86,10 +87,11 @@ def decode(
 
     drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new. It returns how many of those to keep,
-    or a negative number if the row continues. eos: ids that always end a row. max_new_tokens: one number, or one a row;
-    nothing is drafted past it, and logits processors do not run past it or past an end. inputs: what the model takes
-    besides ids. refill: called between steps for new prompts to replace finished rows; their first tokens come in a
-    Step of their own. It needs a `refillable` drafter and a base whose positions do not depend on the length.
+    or a negative number if the row continues. With keep_scores it gets a fourth argument, the processed scores (V,) of
+    each new token. eos: ids that always end a row. max_new_tokens: one number, or one a row; nothing is drafted past
+    it, and logits processors do not run past it or past an end. inputs: what the model takes besides ids. refill:
+    called between steps for new prompts to replace finished rows; their first tokens come in a Step of their own. It
+    needs a `refillable` drafter and a base whose positions do not depend on the length.
     compiled: what compiles the steps; it needs a target made with static=True.
     """
     drafter = None if drafter is None else with_defaults(drafter)
@@ -115,7 +117,10 @@ class _Loop:
     limits, row_limits (B,): the most new tokens of each row, on the host and on the device. running: the rows that have
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
     tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: notices logits
-    processors that keep state, None if nothing is drafted.
+    processors that cannot judge drafts, None if nothing is drafted.
+
+    Inference mode spares each operation its autograd bookkeeping, a tenth of a step on a CPU. It is entered by each
+    step: around a generator, torch's wrapper would run when a stream that was left early is freed, at exit after torch.
     """
 
     target: Verifier
@@ -139,8 +144,9 @@ class _Loop:
     row_limits: Tensor = field(init=False)
     count: Tensor = field(init=False)
     end_ids: Tensor | None = field(init=False)
-    watch: StateWatch | None = field(init=False)
+    watch: ProcessorWatch | None = field(init=False)
 
+    @torch.inference_mode()
     def prefill(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs | None) -> Step:
         """Step 0: read the prompts and draw the first token of each row."""
         began = time.perf_counter()
@@ -160,7 +166,7 @@ class _Loop:
         self.count, self.row_limits = torch.ones_like(root), root.new_tensor(self.limits)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
             self.plan = RecordDraftLogits(self.plan)
-        self.watch = StateWatch(sampler.processors) if self.plan else None
+        self.watch = ProcessorWatch(sampler.processors, sampler.rows_together and batch > 1) if self.plan else None
         self.end_ids = None
         if sampler.needs_prefix:
             self.end_ids = torch.tensor(sorted(self.eos), dtype=ids.dtype, device=root.device)
@@ -171,12 +177,13 @@ class _Loop:
                 details=self.keep_scores or self.keep_divergences,
             )  # fmt: skip
 
-        tokens = self.apply_stop([[row[-1]] for row in self.context.history])
         kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
+        tokens = self.apply_stop([[row[-1]] for row in self.context.history], kept_scores)
         nothing: list[list[int]] = [[] for _ in range(batch)]
         (part_timer.get() or no_timer)("prefill")
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
+    @torch.inference_mode()
     def refill(self, new: NewRows) -> Step:
         """Step 0 of new prompts, which replace finished rows."""
         began = time.perf_counter()
@@ -202,14 +209,17 @@ class _Loop:
         if self.compiler is not None:
             self.compiler.renew()
 
-        tokens = self.apply_stop([[] if other else [self.context.history[b][-1]] for b, other in enumerate(others)])
-        kept_scores = [[] if other else [(logits[b], scores[b])] for b, other in enumerate(others)]
+        kept_scores: TokenScores = []
+        if self.keep_scores:
+            kept_scores = [[] if other else [(logits[b], scores[b])] for b, other in enumerate(others)]
+        gained = [[] if other else [self.context.history[b][-1]] for b, other in enumerate(others)]
+        tokens = self.apply_stop(gained, kept_scores)
         (part_timer.get() or no_timer)("prefill")
         return Step(
-            tokens, [0] * batch, [[] for _ in others], [0] * batch, time.perf_counter() - began,
-            kept_scores if self.keep_scores else [],
+            tokens, [0] * batch, [[] for _ in others], [0] * batch, time.perf_counter() - began, kept_scores
         )  # fmt: skip
 
+    @torch.inference_mode()
     def step(self, *, others_wait: bool) -> Step:
         """One step of all running rows. others_wait: may a new prompt replace the next row that finishes?"""
         began, end_part = time.perf_counter(), part_timer.get() or no_timer
@@ -269,7 +279,9 @@ class _Loop:
             ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),
             numbers=self.numbers(tree.max_depth), keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
         )  # fmt: skip
-        if self.watch and not self.watch.may_draft():
+        if self.watch and not self.watch.may_draft(
+            lambda: self.sampler.mixing(logits[:, 0], lambda: self.context.history, schedule.active)
+        ):
             self.plan = self.watch = None
         return verdict
 
@@ -304,26 +316,30 @@ class _Loop:
     ) -> Step:
         """The Step for the caller: what each row gained up to where it stops, with the verdict's scores and divergences
         if they are wanted."""
-        tokens = self.apply_stop(gain.tokens)
+        scores: TokenScores = []
+        if verdict is not None and self.keep_scores:
+            levels = verdict.scores
+            scores = [
+                [(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(gain.tokens)
+            ]
+        tokens = self.apply_stop(gain.tokens, scores)
+        scores = [pairs[: len(row)] for pairs, row in zip(scores, tokens, strict=False)]
         # The last token a row may gain is the target's own, even if longer rows made its draft reach that far.
         most = [max(0, min(len(row), room) - 1) for row, room in zip(gain.tokens, schedule.remaining, strict=True)]
         accepted = [min(count, len(kept)) for count, kept in zip(most, tokens, strict=True)]
         ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
         drafted = [n if active else 0 for n, active in zip(gain.drafted, schedule.active, strict=True)]
-        scores: list[list[tuple[Tensor, Tensor]]] = []
-        if verdict is not None and self.keep_scores:
-            levels = verdict.scores
-            scores = [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(tokens)]
         details: StepDivergences = ([], [], [])
         if verdict is not None and tree is not None and self.keep_divergences:
             details = divergences_of(tree, verdict, schedule.active, accepted)
         return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
 
-    def apply_stop(self, gained: list[list[int]]) -> list[list[int]]:
-        """Each row's new tokens up to where it stops. Marks the rows that stop."""
+    def apply_stop(self, gained: list[list[int]], scores: TokenScores) -> list[list[int]]:
+        """Each row's new tokens up to where it stops. Marks the rows that stop. scores: of the new tokens, if kept."""
         tokens = []
         for row, new in enumerate(gained):
-            kept = self.stop(row, self.context.history[row], len(new)) if new else -1
+            given = [[processed for _, processed in scores[row]]] if self.keep_scores else []
+            kept = self.stop(row, self.context.history[row], len(new), *given) if new else -1
             self.running[row] &= kept < 0
             tokens.append(new if kept < 0 else new[:kept])
         return tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import likeliest
 from specheads.decoding.target.cache import additive
+from specheads.decoding.target.captures import captures_of
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
     decoder_of,
@@ -160,7 +162,7 @@ def tap_base(
     """One pass of the base over input_ids (B, T): its tapped layers (B, T, F), and the teacher."""
     from_hidden = gives_logits(base)
     part = decoder_of(base) if from_hidden else base
-    with last_output_kept(base, layers):
+    with captures_of(base).installed() if layers else nullcontext(), last_output_kept(base, layers):
         out, features = run_tapped(
             base, part, layers, input_ids,
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False,

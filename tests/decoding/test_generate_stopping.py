@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import string
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )  # fmt: skip
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from tests.support.prompts import BATCHES, PAD
 from tests.support.replay_drafter import Replay, assert_same
@@ -157,6 +159,75 @@ def test_stopping_criteria_of_batches_are_asked_what_hugging_face_asks_them(mode
         assert row == text + [PAD] * (len(row) - len(text))
 
 
+class Unsure(StoppingCriteria):
+    """Ends a row where its last token was unlikely; keeps the scores."""
+
+    def __init__(self, least):
+        self.least, self.given = least, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.given.append(scores)
+        return torch.zeros(len(input_ids)) > 0 if scores is None else scores[-1].softmax(-1).amax(-1) < self.least
+
+
+KEPT = {"return_dict_in_generate": True, "output_scores": True}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("draft", ["replay", False])
+def test_stopping_criteria_are_given_the_scores_that_hugging_face_gives_them(model, batch, draft):
+    inputs = BATCHES[batch]
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 96, "pad_token_id": PAD}
+    whole = model.base.generate(**inputs, **options, **KEPT, repetition_penalty=1.2)
+    least = torch.stack(whole.scores).softmax(-1).amax(-1).flatten().sort().values
+    for share in (0.02, 0.2):
+        theirs, ours = (Unsure(float(least[int(share * len(least))]) + 1e-4) for _ in range(2))
+        expected = model.base.generate(**inputs, **options, **KEPT, repetition_penalty=1.2, stopping_criteria=[theirs])
+        found = model.generate(
+            **inputs, **options, **KEPT, repetition_penalty=1.2, stopping_criteria=[ours],
+            draft=draft and Replay(inputs, whole.sequences),
+        )  # fmt: skip
+        assert torch.equal(found.sequences, expected.sequences)
+        assert [len(one) for one in ours.given] == [len(one) for one in theirs.given]
+        assert len(ours.given) < 24 or share < 0.2
+        for one, other in zip(ours.given[-1], theirs.given[-1], strict=True):
+            alive = one.any(-1)  # zeros after a row's end, where transformers has scores after padding
+            torch.testing.assert_close(one[alive], other[alive], atol=1e-4, rtol=1e-4)
+            assert not one.requires_grad and not one.is_inference()
+
+
+@pytest.mark.parametrize("kept", [{}, {"return_dict_in_generate": True}, {**KEPT, "return_dict_in_generate": False}])
+def test_without_scores_stopping_criteria_get_none_as_in_hugging_face(model, kept):
+    theirs, ours = Unsure(0.5), Unsure(0.5)
+    options = {**BATCHES["one"], "do_sample": False, "max_new_tokens": 5, **kept}
+    model.base.generate(**options, stopping_criteria=[theirs])
+    model.generate(**options, stopping_criteria=[ours])
+    assert {*theirs.given} == {*ours.given} == {None}
+
+
+def test_so_are_those_of_each_prompt_where_the_config_keeps_scores(model):
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14], [3]]
+    config = GenerationConfig(do_sample=False, max_new_tokens=24, eos_token_id=96, pad_token_id=PAD, **KEPT)
+    wanted = []
+    for prompt in prompts:
+        out = model.base.generate(torch.tensor([prompt]), generation_config=config, stopping_criteria=[Unsure(0.3)])
+        wanted.append(out.sequences[0, len(prompt) :].tolist())
+    many = model.generate_many(prompts, batch_size=2, generation_config=config, stopping_criteria=[Unsure(0.3)])
+    assert [one.tokens for one in many] == wanted and {*map(len, wanted)} != {24}
+
+
+class EndsEarlier(EosTokenCriteria):
+    """A subclass of a criterion of transformers, which does something else."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 3 == 0
+
+
+def test_a_subclass_of_a_criterion_of_hugging_face_is_asked_itself(model):
+    options = {**BATCHES["one"], "do_sample": False, "max_new_tokens": 24, "stopping_criteria": [EndsEarlier(96)]}
+    assert torch.equal(model.generate(**options), model.base.generate(**options))
+
+
 def test_a_time_limit_that_has_passed_leaves_one_token(model):
     inputs = BATCHES["ragged"]
     out = model.generate(**inputs, do_sample=False, max_new_tokens=24, max_time=1e-9)
@@ -169,7 +240,7 @@ def test_every_limit_and_every_eos_cuts_drafts_where_hugging_face_stops(model, b
     inputs = BATCHES[batch]
     columns = inputs["input_ids"].shape[1]
     whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
-    for limit in (*range(1, 12), 6.0, 6.5):  # a quotient is a fraction
+    for limit in (*range(1, 12), 6.0):  # a quotient is a float
         options = {"do_sample": False, "max_new_tokens": limit}
         expected = model.base.generate(**inputs, **options)
         assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
@@ -179,6 +250,55 @@ def test_every_limit_and_every_eos_cuts_drafts_where_hugging_face_stops(model, b
         options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [second, first], "pad_token_id": PAD}
         expected = model.base.generate(**inputs, **options)
         assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+
+
+@pytest.mark.parametrize(
+    "form", [lambda a, b: [[a]], lambda a, b: torch.tensor([[a], [b]]), lambda a, b: torch.tensor(a)]
+)
+def test_nested_and_tensor_forms_of_eos_end_rows_as_in_hugging_face(model, form):
+    inputs = BATCHES["ragged"]
+    columns = inputs["input_ids"].shape[1]
+    whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
+    ids = form(int(whole[0, columns + 4]), int(whole[1, columns + 2]))
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ids, "pad_token_id": PAD}
+    expected = model.base.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+    assert expected.shape != whole.shape or not torch.equal(expected, whole)
+
+
+LIMITS = {
+    "2.5": ValueError, "math.inf": ValueError, "math.nan": ValueError, "torch.tensor([3, 3])": TypeError,
+    "torch.tensor(3)": TypeError, "True": TypeError,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "min_new_tokens", "min_length"])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_limits_that_are_no_whole_numbers_are_refused(model, name, limit):
+    """Also in the generation config, and one for each prompt."""
+    value, error = eval(limit, {"math": math, "torch": torch}), LIMITS[limit]
+    prompts = BATCHES["one"]["input_ids"]
+    with pytest.raises(error, match=f"^{name}=.* must be a"):
+        model.generate(prompts, **{name: value})
+    with pytest.raises(error, match=f"{name}=.* must be a"):
+        model.generate_many(prompts.tolist() * 2, **{name: value})
+    if name == "max_new_tokens":
+        with pytest.raises(error, match=r"^prompt 1: max_new_tokens=.* must be a"):
+            model.generate_many(prompts.tolist() * 2, max_new_tokens=[3, value])
+        with pytest.raises(error, match=r"^prompt 0: max_new_tokens=.* must be a"):
+            model.generate_many(iter(prompts.tolist()), max_new_tokens=[value])
+
+
+def test_a_time_limit_that_is_no_number_of_seconds_is_refused(model):
+    for value, error in ((math.nan, ValueError), ("3", TypeError), (torch.tensor(3), TypeError)):
+        with pytest.raises(error, match=r"^max_time="):
+            model.generate(**BATCHES["one"], max_new_tokens=3, max_time=value)
+
+
+def test_a_length_criterion_without_an_end_is_no_limit(model):
+    options = {**BATCHES["one"], "max_new_tokens": 3, "stopping_criteria": [MaxLengthCriteria(math.inf)]}
+    with pytest.raises(ValueError, match="no length limit"):
+        model.generate(**options)
 
 
 # --- Streaming ---

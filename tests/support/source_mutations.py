@@ -230,7 +230,11 @@ MUTATIONS = (
       "on_path.int().argmax(1)", "on_path.int().argmax(1) * 0", "decoding/test_cache.py", "tree_logits"),
     M("padding goes into a state", "decoding.target.recurrent:RecurrentLayer.advance",
       "columns[rows, :length]", "columns[rows]", "decoding/test_cache.py", "commit_equals"),
+    M("hooks left in the base", "decoding.target.captures:Captures._leave",
+      "module._forward_hooks.pop(key, None)", "pass", "decoding/test_captures.py", "no_hook"),
     # --- Stopping ---
+    M("scores of the wrong column", "decoding.generation.stopping:Stopping._scores_of",
+      "scores[count - 1]", "scores[0]", "decoding/test_generate_stopping.py", "are_given_the_scores"),
     M("one token past the limit", "decoding.generation.stopping:Stopping.__call__",
       ">= self.limit", "> self.limit", "decoding/test_generate_stopping.py", "every_limit"),
     M("end of text seen at the end of a gain alone", "decoding.generation.stopping:Stopping.__call__",
@@ -327,8 +331,10 @@ MUTATIONS = (
     M("llama.cpp given halves where it pairs neighbours", "bench.compare.llama_source:interleave",
       ".transpose(1, 2)", "", "bench/test_llama.py", "arithmetic"),
     # --- Processors ---
-    M("processor of changed state trusted", "decoding.probs.processors:StateWatch.may_draft",
+    M("processor of changed state trusted", "decoding.probs.processors:ProcessorWatch.may_draft",
       "self.seen == snapshot(self.processors)", "True", "decoding/test_processors.py", "state"),
+    M("rows that a processor mixes overlooked", "decoding.probs.processors:mixes_rows",
+      "not torch.allclose", "False and torch.allclose", "decoding/test_mixing_processors.py", "hugging_face"),
     M("a user's processor without gradients", "decoding.probs.processors:call",
       "torch.inference_mode(False)", "torch.inference_mode(True)", "decoding/test_processors.py", "gradients"),
     M("state around a function overlooked", "decoding.probs.processors:possibly_stateful",

@@ -18,7 +18,7 @@ from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree,
 from specheads.decoding.planner.plan import unwrapped_plan, with_grown
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.options import require_number
+from specheads.options import require_count, require_number
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
@@ -39,7 +39,7 @@ class AssistantOptions:
     num_assistant_tokens_schedule: str = "constant"
 
     def __post_init__(self) -> None:
-        require_number("num_assistant_tokens", self.num_assistant_tokens)  # its schedules leave floats
+        require_count("num_assistant_tokens", self.num_assistant_tokens)  # its schedules leave floats
         if self.num_assistant_tokens < 1:
             raise ValueError(f"num_assistant_tokens={self.num_assistant_tokens} must be at least 1")
         require_number("assistant_confidence_threshold", self.assistant_confidence_threshold)
@@ -62,7 +62,7 @@ class AssistantOptions:
 
     def plan(self, sampled: bool) -> Plan:
         """The chain these options describe. sampled: draw its tokens instead of taking the likeliest."""
-        count, threshold = self.num_assistant_tokens, self.assistant_confidence_threshold
+        count, threshold = int(self.num_assistant_tokens), self.assistant_confidence_threshold
         if self.num_assistant_tokens_schedule != "constant":
             return ScheduledChain(max(AssistantOptions.num_assistant_tokens, count), threshold, sampled, length=count)
         if threshold:

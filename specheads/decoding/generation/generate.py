@@ -38,7 +38,7 @@ from specheads.decoding.generation.prompt_batches import (
     warn_of_holes,
     warn_of_right_padding,
 )
-from specheads.decoding.generation.stopping import Stopping, cut_row
+from specheads.decoding.generation.stopping import Stopping, cut_row, gives_scores
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
@@ -177,8 +177,10 @@ def _run(
     """What base.generate() runs in place of its own loop, with the arguments it has prepared."""
     prompts = _read_prompts(base, input_ids.long(), source_ids, stream, model_kwargs)
     device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
-    pad_id = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
-    stop = Stopping(stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, pad_id, device)
+    pad_id = int(config._pad_token_tensor.flatten()[0]) if config._pad_token_tensor is not None else 0
+    stop = Stopping(
+        stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, pad_id, device, gives_scores(config)
+    )
     sampler = Sampler(
         logits_processor,
         do_sample=do_sample,

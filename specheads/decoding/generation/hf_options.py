@@ -6,6 +6,7 @@ Shapes: B batch rows, T prompt columns.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
-from specheads.options import require_number, shown
+from specheads.options import require_count, require_number, shown
 
 REFUSED_ARGUMENTS = (
     "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
 )  # fmt: skip
 # Other decoding methods, which our loop would ignore, and token healing, whose tokenizer we do not pass on.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
+LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -77,14 +79,12 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> None:
-    """ValueError for options that drafts do not combine with, given as arguments or in the config; TypeError for a
-    length that is no number."""
+    """ValueError for options that drafts do not combine with, given as arguments or in the config; ValueError or
+    TypeError for a limit that is no whole number."""
     for name in OTHER_DECODING:
         if value := arguments.get(name, getattr(config, name, None)):
             raise ValueError(f"{name}={value!r} does not combine with drafts; call the base's own generate() for it")
-    for name in ("max_new_tokens", "max_length"):
-        if (limit := arguments.get(name, getattr(config, name, None))) is not None:
-            require_number(name, limit)
+    check_lengths(arguments, config)
     if arguments.get("cache_implementation") == "paged":  # transformers would bypass our loop
         raise ValueError(
             "cache_implementation='paged' does not combine with drafts; generate_many() refills batches, and the "
@@ -93,6 +93,17 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> No
     for name in REFUSED_OUTPUTS:
         if arguments.get(name, getattr(config, name, False)):
             raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")
+
+
+def check_lengths(arguments: Mapping[str, Any], config: GenerationConfig) -> None:
+    """ValueError or TypeError for a limit of a text that is no whole number of tokens, or no number of seconds."""
+    for name in LENGTHS:
+        if (limit := arguments.get(name, getattr(config, name, None))) is not None:
+            require_count(name, limit)
+    if (seconds := arguments.get("max_time", config.max_time)) is not None:
+        require_number("max_time", seconds)
+        if math.isnan(seconds):
+            raise ValueError(f"max_time={seconds} must be a number of seconds")
 
 
 def stop_string_criteria(

@@ -55,7 +55,6 @@ class Continuation(Statistics):
     lossless: bool
 
 
-@torch.no_grad()
 def generate_many(
     base: PreTrainedModel,
     prompts: Iterable[str | Sequence[int]],
@@ -135,7 +134,6 @@ class _Many:
     on_tokens: Callable[[int, list[int]], None] | None
     options: Mapping[str, Any]
 
-    @torch.no_grad()
     def results(
         self, encoded: Iterator[list[int]], total: int | None, report: Callable[[int, int | None], None] | None
     ) -> Iterator[Continuation]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specheads.decoding.generation.context_limits import base_length
-from specheads.decoding.generation.hf_options import effective_config, refuse_arguments, stop_string_criteria
-from specheads.options import require_number, shown
+from specheads.decoding.generation.hf_options import (
+    check_lengths,
+    effective_config,
+    refuse_arguments,
+    stop_string_criteria,
+)
+from specheads.options import require_count, shown
 
 # Arguments that are themselves prompts, or say how the result of one call of generate() is returned.
 REFUSED = (
@@ -29,8 +33,8 @@ def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> No
     """ValueError or TypeError for options that have no meaning for many prompts."""
     refuse_arguments(options)
     config = effective_config(base, options.get("generation_config"))
-    if isinstance(limit := options.get("max_new_tokens"), str):
-        require_number("max_new_tokens", limit)
+    lists = {"max_new_tokens": None} if is_list(options.get("max_new_tokens")) else {}
+    check_lengths({**options, **lists}, config)
     for name in REFUSED:
         value = options.get(name)
         if value is None or value is False:
@@ -47,25 +51,40 @@ def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> No
 
 def check_limits(options: Mapping[str, Any], count: int) -> None:
     """ValueError if max_new_tokens is a list that does not hold `count` numbers of at least 1."""
-    limits = options.get("max_new_tokens")
-    if not isinstance(limits, Sequence):
+    limits: Any = options.get("max_new_tokens")
+    if not is_list(limits):
         return
     if len(limits) != count:
         raise ValueError(
             f"max_new_tokens= has {len(limits)} numbers for {count} prompts; give one for each, or a single one"
         )
-    if low := [index for index, limit in enumerate(limits) if not isinstance(limit, Real) or limit < 1]:
-        raise ValueError(f"prompt {low[0]}: max_new_tokens={shown(limits[low[0]])} must be a number of at least 1")
+    for index, limit in enumerate(limits):
+        check_limit(index, limit)
+
+
+def check_limit(index: int, limit: Any) -> None:
+    """ValueError or TypeError, with the prompt's index, unless its own max_new_tokens is a whole number of at least
+    1."""
+    require_count(f"prompt {index}: max_new_tokens", limit)
+    if limit < 1:
+        raise ValueError(f"prompt {index}: max_new_tokens={shown(limit)} must be at least 1 token")
+
+
+def is_list(limits: Any) -> bool:
+    """Is max_new_tokens= one number for each prompt?"""
+    return isinstance(limits, Sequence) and not isinstance(limits, str)
 
 
 def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of prompt number `index`, with its own max_new_tokens if there is one for each."""
-    limits = options.get("max_new_tokens")
-    if not isinstance(limits, Sequence):
+    limits: Any = options.get("max_new_tokens")
+    if not is_list(limits):
         return options
     if index >= len(limits):
         raise ValueError(f"prompt {index}: max_new_tokens= has {len(limits)} numbers; give one for each prompt")
-    return {**options, "max_new_tokens": limits[index]}
+    limit = limits[index]
+    check_limit(index, limit)
+    return {**options, "max_new_tokens": limit}
 
 
 def with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.generation.generate import through_front_door
-from specheads.decoding.generation.stopping import Stopping
+from specheads.decoding.generation.stopping import Stopping, gives_scores
 from specheads.decoding.target.arguments import input_device
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 
@@ -55,12 +55,15 @@ def prepare(base: PreTrainedModel, index: int, ids: list[int], options: Mapping[
         encoded = model_kwargs["encoder_outputs"][0][0] if base.config.is_encoder_decoder else None
         return SinglePrompt(
             index, ids, rows[0], logits_processor,
-            Stopping(stopping_criteria, rows, columns, [columns], 0, input_ids.device),
+            Stopping(
+                stopping_criteria, rows, columns, [columns], 0, input_ids.device, gives_scores(generation_config)
+            ),
             bool(generation_config.do_sample), model_inputs(base, input_ids, mask, None, model_kwargs), encoded,
         )  # fmt: skip
 
     tensor = torch.tensor([ids], device=input_device(base))
     try:
         return through_front_door(base, capture, tensor, attention_mask=torch.ones_like(tensor), **options)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from error
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"prompt {index}: {error}") from error

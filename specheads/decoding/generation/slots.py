@@ -69,8 +69,8 @@ class SlotDecoder:
             seeds=self._seeds(prompts),
         )  # fmt: skip
 
-        def stop(row: int, ids: list[int], count: int) -> int:
-            kept = slots[row].prompt.stop(0, ids, count)
+        def stop(row: int, ids: list[int], count: int, *scores: list[Tensor]) -> int:
+            kept = slots[row].prompt.stop(0, ids, count, *scores)
             slots[row].finished |= kept >= 0
             return kept
 
@@ -88,7 +88,8 @@ class SlotDecoder:
         for step in self.decoding.steps(
             *_pack(prompts, device), sampler=sampler, stop=stop, eos=first.stop.eos,
             max_new_tokens=[one.stop.limit for one in prompts], inputs=first.inputs if len(prompts) == 1 else None,
-            source=_stack_sources(prompts), refill=None if waiting is None else refill,
+            source=_stack_sources(prompts), keep_scores=first.stop.scores is not None,
+            refill=None if waiting is None else refill,
         ):  # fmt: skip
             for row, slot in enumerate(slots):
                 if not step.tokens[row]:

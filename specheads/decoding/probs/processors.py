@@ -2,7 +2,7 @@
 
 A processor that depends on the prefix alone gives each node the scores of its own path, in trees and in batches. One
 that keeps state from call to call cannot judge nodes that may be rejected: the state of known kinds is moved along the
-path; others are refused or stop the drafting.
+path; others are refused or stop the drafting. So does one that mixes the rows of a batch.
 Shapes: R batch rows, T ids of a row, V vocabulary.
 """
 
@@ -12,7 +12,7 @@ import pickle
 import types
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,33 +162,61 @@ def common_prefix_length(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-class StateWatch:
-    """Detects whether logits processors of unknown kinds keep state from call to call, before anything is drafted.
+def mixes_rows(processor: Any, ids: Tensor, scores: Tensor, processed: Tensor, rows: Iterable[int]) -> bool:
+    """Do the processed scores (R, V) of one of these rows depend on other rows?
+
+    Each row is processed again in its place, among rows with its own ids (R, T) and with its scores (R, V) halved.
+    """
+    for row in rows:
+        changed = (scores[row] / 2).expand_as(scores).clone()
+        changed[row] = scores[row]
+        again = call(processor, ids[row].expand_as(ids), changed)
+        if not torch.allclose(again[row], processed[row], rtol=1e-4, atol=1e-5, equal_nan=True):
+            return True
+    return False
+
+
+class ProcessorWatch:
+    """Detects logits processors of unknown kinds that cannot judge drafts, before anything is drafted.
+
+    These keep state from call to call, or mix the rows of a batch, which drafts let run apart.
 
     waiting: not known yet. Meanwhile nothing is drafted, so that each processor is called once a token, as in Hugging
     Face's generate().
     """
 
-    def __init__(self, processors: Iterable[Any]) -> None:
-        """Create it after the processors' first call."""
+    def __init__(self, processors: Iterable[Any], may_mix: bool) -> None:
+        """Create it after the processors' first call. may_mix: do they see several rows in one call?"""
+        processors = list(processors)
         self.processors = possibly_stateful(processors)
-        self.waiting = bool(self.processors)
-        self.seen = snapshot(self.processors) if self.waiting else None
+        self.waiting = bool(self.processors) or (may_mix and any(map(is_foreign, processors)))
+        self.seen = snapshot(self.processors)
 
-    def may_draft(self) -> bool:
-        """Call after a step: may tokens be drafted from now on? Logs one warning if not."""
+    def may_draft(self, mixing: Callable[[], list[Any]]) -> bool:
+        """Call after a step: may tokens be drafted from now on? Logs one warning if not.
+
+        mixing() gives the processors that mix rows; it calls them, so only those without state are asked."""
         if not self.waiting:
             return True
         self.waiting = False
         if self.seen is not None and self.seen == snapshot(self.processors):
-            return True
-        names = ", ".join(sorted({type(processor).__name__ for processor in self.processors}))
+            if found := mixing():
+                logger.warning(
+                    "%s mixes the rows of the batch, which would accept different numbers of drafts: decoding "
+                    "continues without drafts", ", ".join(sorted({name_of(processor) for processor in found})),
+                )  # fmt: skip
+            return not found
+        names = ", ".join(sorted(map(name_of, self.processors)))
         logger.warning(
             "%s keeps state from call to call, or may, and cannot judge drafts: decoding continues without drafts. If "
             "its result depends on the ids and scores of each call alone, give it an attribute %s = True", names,
             PREFIX_ONLY,
         )  # fmt: skip
         return False
+
+
+def name_of(processor: Any) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
 
 
 def snapshot(value: Any, within: frozenset[int] = frozenset()) -> Any:

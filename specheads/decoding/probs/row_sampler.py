@@ -24,6 +24,8 @@ class RowSampler(Sampler):
     If none needs a prefix they are the same in all rows, and are called for all rows at once.
     """
 
+    rows_together = False
+
     def __init__(
         self, processors: Sequence[LogitsProcessorList], indices: Sequence[int], *, do_sample: bool,
         seeds: Sequence[int] | None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from specheads.decoding.probs.precision import at_least_float32
-from specheads.decoding.probs.processors import RowProcessor, adapt, call, is_prefix_free
+from specheads.decoding.probs.processors import RowProcessor, adapt, call, is_foreign, is_prefix_free, mixes_rows
 from specheads.decoding.probs.randomness import RowNumbers, row_seeds
 from specheads.decoding.tree import DraftTree
 
@@ -43,7 +43,10 @@ class Sampler:
 
     Temperature 0 (do_sample=False) is a one-hot p, so greedy decoding needs no path of its own anywhere else.
     numbers: the rows', from their seeds, set by `seed_rows`. Before that numbers come from the generator.
+    rows_together: is each processor given all rows in one call?
     """
+
+    rows_together = True
 
     numbers: RowNumbers | None = None
     _token_numbers: Tensor | None = None  # (B, T) for the first T tokens of each row
@@ -112,6 +115,28 @@ class Sampler:
             else:
                 scores = call(processor, ids, scores)
         return scores
+
+    def mixing(self, logits: Tensor, prefixes: Prefixes, active: Sequence[bool]) -> list[Any]:
+        """The processors of unknown kinds that mix rows, on logits (R, V). active (R,): the others have ended."""
+        if not any(map(is_foreign, self.processors)) or sum(active) < 2:
+            return []
+        rows, found = self._with_padding(prefixes()), []
+        selected = [row for row, takes_part in enumerate(active) if takes_part]
+        rows = [row if takes_part else rows[selected[0]] for row, takes_part in zip(rows, active, strict=True)]
+        width = min(map(len, rows))
+        ids: Any = torch.tensor([row[-width:] for row in rows], device=logits.device)
+        scores = at_least_float32(logits)
+        for processor in self.processors:
+            if isinstance(processor, RowProcessor):
+                scores = scores.clone()
+                for i in selected:
+                    scores[i] = processor.row(i, rows[i], scores[i])
+                continue
+            processed = call(processor, ids, scores.clone())
+            if is_foreign(processor) and mixes_rows(processor, ids, scores, processed, selected):
+                found.append(processor)
+            scores = processed
+        return found
 
     def probs(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
         """(R, V) logits → p (R, V), each row summing to 1. prefixes: as in `scores`."""

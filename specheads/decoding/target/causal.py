@@ -6,7 +6,7 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.arguments import cache_argument, forward_arguments, input_device
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
+from specheads.decoding.target.captures import captures_of
+from specheads.decoding.target.captures import lock as captures_lock
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.grouped_attention import grouped_heads
 from specheads.decoding.target.hf_base import (
@@ -71,6 +73,7 @@ class Target(Verifier):
         self.mask_dict = takes_mask_dict(base)
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
+        self.captures = captures_of(base) if layers else None
         self.offset: Tensor | None = None
         self._routed = False  # inside `routed`?
         self._last_position: Tensor  # (B, 1), on the device so that a compiled step serves every limit
@@ -244,21 +247,31 @@ class Target(Verifier):
             masks |= dict.fromkeys(RECURRENT, None)
         return masks if self.mask_dict else next(iter(masks.values()))
 
-    def turn(self) -> AbstractContextManager[Any]:
-        """A lock: while it is held, no other thread is in a pass that replaces forward() of the base's modules."""
-        return self.recurrent[0].turn if self.recurrent else nullcontext()
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In the block no other thread changes how the base's modules run, or which hooks they have."""
+        recurrent = self.recurrent[0].turn if self.recurrent else nullcontext()
+        with recurrent, self._tapped(), captures_lock:
+            yield
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """In the block, `RecurrentStates` runs the recurrent layers of passes, and the last layer's output is there if
-        it is tapped. A compiled step starts inside it, since torch cannot trace how modules are changed."""
+        """In the block, `RecurrentStates` runs the recurrent layers of passes, and tapped layers are captured. A
+        compiled step starts inside it, since torch cannot trace how modules are changed."""
         states = self.cache.recurrent
-        with last_output_kept(self.base, self.layers), nullcontext() if states is None else states.routed():
+        with self._tapped(), nullcontext() if states is None else states.routed():
             self._routed = True
             try:
                 yield
             finally:
                 self._routed = False
+
+    @contextmanager
+    def _tapped(self) -> Iterator[None]:
+        """In the block, the base has the hooks by which its tapped layers are read."""
+        captured = nullcontext() if self.captures is None else self.captures.installed()
+        with captured, last_output_kept(self.base, self.layers):
+            yield
 
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
@@ -267,15 +280,8 @@ class Target(Verifier):
             states.shape = ids.shape
         with nullcontext() if self._routed else self.routed():
             out, features = run_tapped(
-                self.base,
-                self.base,
-                self.layers,
-                ids,
-                input_ids=ids,
-                position_ids=position,
-                attention_mask=mask,
-                use_cache=True,
-                **{self.cache_argument: self.cache},
-                **kwargs,
-            )
+                self.base, self.base, self.layers, ids,
+                input_ids=ids, position_ids=position, attention_mask=mask, use_cache=True,
+                **{self.cache_argument: self.cache}, **kwargs,
+            )  # fmt: skip
         return out.logits, features

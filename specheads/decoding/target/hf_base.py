@@ -214,9 +214,11 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
 
 def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
     """The output_hidden_states argument with which a base returns hidden_states[k] for every tapped layer k."""
+    if not layers:
+        return False  # with an empty list transformers would install its hooks
     # Since transformers 5.23 a list names the entries to keep. Before that its indices counted from the first layer's
     # output, not from the embeddings: the wrong layers, without an error.
-    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else bool(layers)
+    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else True
 
 
 def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:

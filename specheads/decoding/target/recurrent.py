@@ -172,7 +172,6 @@ class RecurrentStates:
         """turn: as in `RecurrentModule`. cells: a cache of all layers' entries, passed to the layers' code."""
         self.layers, self.turn, self.cells = layers, turn, cells
         self.shape: Sequence[int] = (0, 0)  # (B, T) of the pass's tokens
-        self.routes = False  # inside `routed`?
         self.lengths: list[int] | None = None  # how many tokens of each row the pass commits; None if it commits none
         self.paths: tuple[Tensor, Tensor, Tensor] | None = None  # `TreeTopology.paths`, if the pass's tree branches
         self.parents: Tensor | None = None  # (B, k) parents in the level above, if the pass is one level
@@ -186,11 +185,9 @@ class RecurrentStates:
             replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
             for layer in self.layers:
                 layer.states, layer.module.forward = self, layer.route
-            self.routes = True
             try:
                 yield
             finally:
-                self.routes = False
                 for layer, forward in zip(self.layers, replaced, strict=True):
                     layer.states = None
                     if forward is None:

@@ -20,6 +20,7 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
 from specheads.data.rows import IGNORED
 from specheads.decoding.target.arguments import input_device
+from specheads.decoding.target.captures import captures_of
 from specheads.decoding.target.hf_base import decoder_of, layer_count, text_config
 from specheads.files import remove_unfinished
 from specheads.heads import HEADS
@@ -148,7 +149,8 @@ def _last_tap(base: PreTrainedModel, taps: Sequence[int]) -> int | None:
     if last not in taps:
         return None
     ids = torch.arange(4, device=input_device(base)).unsqueeze(0)
-    out = decoder_of(base)(input_ids=ids, use_cache=False, output_hidden_states=True)
+    with captures_of(base).installed():
+        out = decoder_of(base)(input_ids=ids, use_cache=False, output_hidden_states=True)
     same = out.hidden_states is not None and torch.equal(out.hidden_states[last], out.last_hidden_state)
     return last if same else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class FeaturePasses:
         return [saved[i] for i in range(len(rows))]
 
     @torch.no_grad()
-    def _pass(self, rows: Sequence[dict[str, list[int]]]) -> Iterator[dict[str, Tensor]]:
+    def _pass(self, rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
+        saved = []
         batch = {name: t.to(input_device(self.base)) for name, t in self.collator(rows).items()}
         documents, positions = batch["document_ids"], batch["position_ids"]
         packed = bool((documents > 1).any())
@@ -68,7 +69,8 @@ class FeaturePasses:
             one = {name: t[b, here].cpu() for name, t in plain.items()}
             for name, t in states.items():
                 one |= encode_states(name, t[b, here], self.dtype)
-            yield one
+            saved.append(one)
+        return saved
 
     def _likeliest(self, teacher: LastHidden | WholeLogits, labels: Tensor, count: int) -> dict[str, Tensor]:
         """The likeliest tokens at the positions before a supervised token; 0 elsewhere. labels (B, T)."""

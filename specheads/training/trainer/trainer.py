@@ -70,6 +70,7 @@ class SpecTrainer(ResumableTrainer):
                 f"one process sees {args.n_gpu} GPUs: start one process a GPU with `accelerate launch` or `torchrun`, "
                 "or choose one with CUDA_VISIBLE_DEVICES"
             )
+        self.failed = []
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         self._pace = Pace()
         self._cpu_logged = time.process_time()

@@ -224,7 +224,7 @@ class Run:
         rows: Any = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
         parity = compare(model, prompts_of(rows, self.parity), self.parity)
         if parity is None:
-            _log.warning("parity: not compared, because no text was as long as a draft; give longer rows")
+            _log.warning("parity: not compared, because the base answered every prompt with a single token")
         return parity
 
     def summary(self, metrics: dict[str, float]) -> str:

@@ -36,6 +36,7 @@ from specheads.heads.parallel.config import ParallelConfig
 from specheads.heads.starts.anchors import AnchoredBlocks
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.chunked import calls_of_all
+from specheads.losses.targets import tokens_left
 
 # Slots of a training row per pass. Blocks are masked from one another, so too many slots waste attention; too few leave
 # a GPU idle.
@@ -196,7 +197,7 @@ class ParallelHead(DraftVocabulary):
         config = self.config
         sample = (config.anchors, batch.keys()) if self.training else ()
         blocks = AnchoredBlocks.sample(batch.supervised, batch.documents, config.num_drafted, *sample)
-        targets = blocks.targets(batch.tokens)
+        targets = blocks.targets(batch.tokens, tokens_left(batch.supervised, batch.documents))
         before = batch.tokens.flatten()[targets.positions]
         rows = self.append_markov(self.outputs(batch, blocks)[blocks.learned], before)
         weights = tuple(config.decay**j for j in range(config.num_drafted))

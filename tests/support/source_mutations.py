@@ -481,7 +481,7 @@ MUTATIONS = (
     # --- Targets of a batch, teacher probabilities, losses, chunks ---
     M("drafts that start one position late", "losses.targets:DraftTargets.from_batch",
       "- 1 - depth", "- depth", LOSS, "slow_implementation"),
-    M("target across documents", "losses.targets:DraftTargets.from_batch",
+    M("target across documents", "losses.targets:_has_target",
       "(documents[:, 1:] == documents[:, :-1]) &", "", OBJECTIVE, "another_document"),
     M("an answer's last token counted as gained by a draft", "losses.targets:DraftTargets.scatter_counted",
       ">= left - 1", ">= left", LOSS, "brute_force"),

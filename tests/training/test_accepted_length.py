@@ -1,5 +1,6 @@
 """The accepted length of training and evaluation is what decoding counts, up to the last token of each answer."""
 
+import datasets
 import pytest
 import torch
 
@@ -8,6 +9,7 @@ from specheads.decoding.planner import StaticTree, chain
 from specheads.losses.metrics import AcceptanceMeter
 from tests.reference.slow_heads import KINDS
 from tests.support.learnt_heads import PROMPTS, learnt
+from tests.support.trainers import model_of, trainer_of
 
 TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
 HEADS = [*((kind, {}) for kind in KINDS), ("parallel", {"sample_from_anchor": False, "block_size": 4})]
@@ -53,3 +55,44 @@ def test_it_is_the_mean_gain_of_decoding_from_every_token_of_every_answer(kind, 
         assert len(out.ranks) == len(chains)
         assert found["accepted_length"] == pytest.approx(sum(chains) / len(chains))
         assert found["accepted_length_tree"] == pytest.approx(sum(trees) / len(trees))
+
+
+def held_out(*lengths):
+    """Rows with answers of so many tokens."""
+    return datasets.Dataset.from_list(
+        [{"input_ids": [9, 8, *range(3, 3 + n)], "labels": [-100, -100, *range(3, 3 + n)]} for n in lengths]
+    )
+
+
+def choosing(folder, metric, evaluation, **options):
+    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": metric}
+    return trainer_of(folder, model_of("medusa"), evaluation, **{**saving, **best, **options})
+
+
+@pytest.mark.parametrize(
+    ("metric", "longest"),
+    [("accepted_length", 2), ("eval_accepted_length_sampled", 2), ("accuracy_depth_1", 3), ("acceptance_depth_2", 4),
+     ("accepted_length_error", 2)],
+)  # fmt: skip
+def test_a_metric_is_refused_before_training_if_and_only_if_no_answer_is_long_enough(metric, longest, tmp_path):
+    batch = {"per_device_eval_batch_size": 2}
+    choosing(tmp_path / "long", metric, held_out(longest, 1, longest), **batch).train()
+    refused = choosing(tmp_path / "short", metric, held_out(longest - 1, 1, 1), **batch)
+    with pytest.raises(
+        ValueError, match=f"metric_for_best_model={metric}: .* longest held-out answer has {longest - 1}"
+    ):
+        refused.train()
+    assert refused.state.global_step == 0 and not list((tmp_path / "short").glob("checkpoint-*"))
+
+
+def test_a_metric_that_the_head_the_batches_or_the_sets_cannot_give_is_refused_too(tmp_path):
+    for metric in ("accuracy_depth_3", "loss_depth_3"):  # of a head with two depths
+        with pytest.raises(ValueError, match=r"would not have it, only loss, loss_depth_1, loss_depth_2, accepted"):
+            choosing(tmp_path, metric, held_out(9)).train()
+    with pytest.raises(ValueError, match="accepted_length_error"):  # of one batch
+        choosing(tmp_path, "accepted_length_error", held_out(9, 9), per_device_eval_batch_size=2).train()
+    sets = {"long": held_out(9), "short": held_out(1)}
+    choosing(tmp_path, "long_accepted_length", sets).train()
+    with pytest.raises(ValueError, match="short_accepted_length"):
+        choosing(tmp_path, "short_accepted_length", sets).train()

@@ -229,10 +229,14 @@ class Run:
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result of train() in one line."""
-        length, step = metrics.get("eval_accepted_length"), metrics.get("head_step")
-        shown = "" if length is None else f", accepted length {length:.3f} on the held-out rows"
-        shown += "" if step is None else f" (the head of step {step}, the best)"
-        return f"saved {self.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}{shown}"
+        figures = {
+            "mean training loss": metrics["train_loss"] if "eval_loss" not in metrics else None,
+            "held-out loss": metrics.get("eval_loss"), "held-out accepted length": metrics.get("eval_accepted_length"),
+        }  # fmt: skip
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+        step = metrics.get("head_step")
+        best = "" if step is None else f" (the head of step {step}, the best)"
+        return f"saved {self.trainer.args.output_dir}: {shown}{best}"
 
 
 def evaluations_waited(state: TrainerState) -> int:

@@ -96,6 +96,13 @@ def test_a_run_that_is_stopped_after_training_leaves_no_results_of_an_earlier_on
     assert "train_loss" in results(tmp_path) and "eval_accepted_length" not in results(tmp_path)
 
 
+def test_the_last_line_says_which_loss_it_gives(folder, tmp_path):
+    run = prepare(recipe(folder, tmp_path, features=folder / "saved"))
+    line = run.summary({"train_loss": 14.3812, "eval_loss": 13.3491, "eval_accepted_length": 1.3726})
+    assert line == f"saved {tmp_path}: held-out loss 13.35, held-out accepted length 1.373"
+    assert run.summary({"train_loss": 14.3812}) == f"saved {tmp_path}: mean training loss 14.38"
+
+
 def test_the_exit_status_says_that_a_part_failed(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(curves, "draw", broken)
     (tmp_path / "recipe.yaml").write_text(recipe(folder, tmp_path / "out", features=folder / "saved").to_yaml())

@@ -131,7 +131,7 @@ def parity(
     rows, _ = build_datasets(wanted, tokenizer, text_config(loaded.base).vocab_size)
     found = compare(loaded, prompts_of(rows, config), config)
     if found is None:
-        raise ValueError("no text is as long as a draft: give longer rows or more --max-new-tokens")
+        raise ValueError("the base answered every prompt with a single token: give other rows")
     if as_json:
         emit({**vars(found), "holds": found.holds})
     else:

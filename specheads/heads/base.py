@@ -251,8 +251,8 @@ class DraftHead(nn.Module, Drafter, ABC):
     @abstractmethod
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The training loss, and what to report: every loss term by name; `ranks` (R', S), the rank of the base's own
-        next token in the draft of each depth (0 = drafted first, −1 = outside the draft vocabulary); and in evaluation
-        `overlaps` (R', S), α = Σ min(p, q)."""
+        next token in the draft of each depth (0 = drafted first, −1 = outside the draft vocabulary, ENDED where the
+        answer ends); and in evaluation `overlaps` (R', S), α = Σ min(p, q)."""
 
     def score(
         self,

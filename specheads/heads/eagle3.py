@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from specheads.heads.base import TapBatch
 from specheads.heads.feature import FeatureHead, UnrolledFeatureConfig
 from specheads.heads.layers.block import copy_norm, final_norm
+from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 
@@ -62,15 +63,15 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         super().__init__(config, input_size=2 * config.hidden_size)
         size, taps = config.hidden_size, len(config.taps)
         self.fc_norm: nn.ModuleList | None = None
-        self.input_norm: nn.RMSNorm | None = None
+        self.input_norm: RMSNorm | None = None
         if config.norm_features:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=config.rms_norm_eps) for _ in range(taps))
+            self.fc_norm = nn.ModuleList(RMSNorm(size, eps=config.rms_norm_eps) for _ in range(taps))
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(taps * size, eps=config.rms_norm_eps)
+            self.input_norm = RMSNorm(taps * size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(taps * size, size, bias=False)
-        self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
     @property

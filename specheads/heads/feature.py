@@ -22,6 +22,7 @@ from specheads.decoding.tree import DraftTree
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
+from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.limits import MOST_LAYERS
 from specheads.heads.starts.anchors import AnchoredStarts
 from specheads.heads.unrolled import TappedConfig, UnrolledConfig, UnrolledHead
@@ -52,7 +53,7 @@ class FeatureHead(UnrolledHead):
         size, eps = config.hidden_size, config.rms_norm_eps
         assert size and eps
         self.blocks = nn.ModuleList(config.block(input_size if i == 0 else size) for i in range(config.num_layers))
-        self.later_norms = nn.ModuleList(nn.RMSNorm(size, eps=eps) for _ in range(1, config.num_layers))
+        self.later_norms = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(1, config.num_layers))
         self.rotary = config.rotary()
 
     @abstractmethod

@@ -21,6 +21,7 @@ from specheads.decoding.target.taps import decoder_layers
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock, copy_layer, copy_norm, final_norm
 from specheads.heads.layers.decoder import Attend, DecoderConfig, document_mask, read_committed
+from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.starts.depths import DepthHeads, DepthHeadsConfig, ResBlock
 from specheads.losses.targets import DraftTargets
 
@@ -79,9 +80,9 @@ class PrefixLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         assert size and eps
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.input_layernorm = RMSNorm(size, eps=eps)
         self.block = config.block(size)
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.norm = RMSNorm(size, eps=eps)
         self.rotary = config.rotary()
 
     def forward(self, attend: Attend, hidden: Tensor, position: Tensor) -> Tensor:

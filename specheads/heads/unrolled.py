@@ -6,6 +6,7 @@ row.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -20,6 +21,8 @@ from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.limits import ANY_LAYER, DEEPEST
 from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.losses.targets import DraftTargets
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class TappedConfig(HeadConfig, ABC):
         config, layers = super().with_base_defaults(base_config), layer_count(base_config)
         filled = replace(config, taps=config.taps or config.default_taps(layers))
         refuse_missing_taps(filled.taps or (), base_config)
+        if self.taps is None and filled.taps is not None and len(set(filled.taps)) < len(filled.taps):
+            _log.warning(
+                "%s: a base of %d layers has too few for %d taps: the head reads layers %s, some more than once",
+                filled.kind, layers, len(filled.taps), ", ".join(map(str, filled.taps)),
+            )  # fmt: skip
         return filled
 
 

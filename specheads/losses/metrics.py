@@ -1,25 +1,28 @@
 """How many draft tokens would have been accepted: accepted length and accuracy per depth, from sums that merge exactly.
 
-R positions where drafts started, S drafted depths. ranks (R, S): the rank of the base's own token in the draft of each
-depth, 0 if it is the draft's first choice, −1 outside the draft vocabulary. overlaps (R, S): α = Σ min(p, q), the
-probability that the exact rule accepts a token sampled from the draft.
+R starts of decoding steps, S drafted depths. ranks (R, S): the rank of the base's own token in the draft of each depth,
+0 if it is the draft's first choice, −1 outside the draft vocabulary, ENDED from the answer's last token on: the step
+gains that one in any case, and nothing after it. overlaps (R, S): α = Σ min(p, q), the probability that the exact rule
+accepts a token sampled from the draft; not read where ranks are ENDED.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specheads.decoding.planner import StaticTree
+from specheads.losses.targets import ENDED
 
 
 def accepted_length(ranks: Tensor) -> float:
     """1 + the mean length of the leading run of first choices: the tokens that one pass over a drafted chain yields.
 
-    The 1 is the base's own token after the accepted ones. ValueError if there is no position.
+    The 1 is the base's own token after the accepted ones, or the answer's last. ValueError if there is no start.
     """
     meter = AcceptanceMeter()
     meter.add(ranks)
@@ -47,11 +50,11 @@ def depths_reached(tree: StaticTree, ranks: Tensor) -> Tensor:
 class AcceptanceMeter:
     """Counts over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.
 
-    tree: a static tree to count for, too. counts (2 + 2S,) int64, on the device of the ranks: positions; first choices
-    at each depth; leading runs that include each depth; accepted tokens of the tree. chances (1 + 2S,) float64:
-    positions with overlaps; Σ α at each depth; Σ of the products of α up to each depth. batches (4,) float64: how many
-    batches; Σ s², Σ s·n and Σ n² over them, for s accepted tokens at n positions. None before the first ranks or
-    overlaps.
+    tree: a static tree to count for, too. counts (2 + 4S,) int64, on the device of the ranks: starts; accepted tokens
+    of the tree; and at each depth: drafts, first choices, drafts after a run of first choices, runs that include it.
+    chances (1 + 3S,) float64: starts with overlaps; and at each depth: drafts, Σ α, Σ of the products of α up to it.
+    batches (4,) float64: how many batches; Σ s², Σ s·n and Σ n² over them, for s accepted tokens at n starts. None
+    before the first ranks or overlaps.
     """
 
     tree: StaticTree | None = None
@@ -65,19 +68,21 @@ class AcceptanceMeter:
             return
         if ranks.ndim != 2:
             raise ValueError(f"ranks have shape {tuple(ranks.shape)}: expected (positions, depths)")
-        hits = ranks.detach() == 0
+        drafted, hits = ranks.detach() != ENDED, ranks.detach() == 0
         runs = hits.long().cumprod(1)
+        reached = torch.cat([torch.ones_like(runs[:, :1]), runs[:, :-1]], 1) * drafted
         in_tree = hits.new_zeros(1, dtype=torch.long)
         if self.tree is not None:
             in_tree += depths_reached(self.tree, ranks).sum()
-        self.counts = _sum(self.counts, torch.cat([_rows(hits, torch.long), hits.sum(0), runs.sum(0), in_tree]))
-        accepted, scored = runs.sum().double(), _rows(runs, torch.float64)[0]
-        moments = [(scored > 0).double(), accepted * accepted, accepted * scored, scored * scored]
+        by_depth = [part.sum(0) for part in (drafted, hits, reached, runs)]
+        self.counts = _sum(self.counts, torch.cat([_rows(hits, torch.long), in_tree, *by_depth]))
+        accepted, starts = runs.sum().double(), _rows(runs, torch.float64)[0]
+        moments = [(starts > 0).double(), accepted * accepted, accepted * starts, starts * starts]
         self.batches = _sum(self.batches, torch.stack(moments))
         if overlaps is not None:
-            alphas = overlaps.detach().double()
-            chances = torch.cat([_rows(alphas, torch.float64), alphas.sum(0), alphas.cumprod(1).sum(0)])
-            self.chances = _sum(self.chances, chances)
+            alphas = torch.where(drafted, overlaps.detach().double(), 0)
+            by_depth = [part.sum(0) for part in (drafted.double(), alphas, alphas.cumprod(1))]
+            self.chances = _sum(self.chances, torch.cat([_rows(alphas, torch.float64), *by_depth]))
 
     def merge(self, other: AcceptanceMeter) -> None:
         if other.counts is not None:
@@ -92,50 +97,52 @@ class AcceptanceMeter:
         are correlated: that of a ratio of two sums over batches (linearised). None for fewer than two batches."""
         if self.counts is None or self.batches is None:
             return None
-        positions, *rest, _ = self.counts.tolist()
+        (starts, _), (*_, runs) = _split(self.counts, 2, 4)
         number, squares, products, sizes = self.batches.tolist()
-        if number < 2 or not positions:
+        if number < 2 or not starts:
             return None
-        mean = sum(rest[len(rest) // 2 :]) / positions
+        mean = sum(runs) / starts
         spread = max(0.0, squares - 2 * mean * products + mean * mean * sizes)
-        return math.sqrt(spread * number / (number - 1)) / positions
+        return math.sqrt(spread * number / (number - 1)) / starts
 
     def compute(self) -> dict[str, float]:
-        """The metrics by name, for depths k = 1 … S:
+        """The metrics by name, for depths k = 1 … S, those left out of which nothing was counted:
 
         accepted_length: of a greedy chain. accepted_length_error: its standard error, with two batches or more.
-        accuracy_depth_k: the share of first choices. conditional_accuracy_depth_k: that share among positions where
-          every earlier depth was a first choice; left out if there are none.
+        accuracy_depth_k: the share of first choices. conditional_accuracy_depth_k: that share among starts where every
+          earlier depth was a first choice.
         accepted_length_tree: of the tree, if it has at most S depths.
         acceptance_depth_k: the mean α, if overlaps were counted. accepted_length_sampled: of a chain sampled at
           temperature 1, for texts that the base itself would write.
 
         ValueError if nothing was counted.
         """
-        positions, *rest, in_tree = self.counts.tolist() if self.counts is not None else [0, 0]
-        if not positions:
+        if self.counts is None or not self.counts[0]:
             raise ValueError(
-                "no position was scored: every sequence is shorter than the drafted depth, or unsupervised"
+                "no position was scored: a decoding step starts at a token to learn that is followed by another one"
             )
-        hits, runs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        result = {"accepted_length": 1 + sum(runs) / positions}
+        (starts, in_tree), (drafts, hits, reached, runs) = _split(self.counts, 2, 4)
+        result = {"accepted_length": 1 + sum(runs) / starts}
         if (error := self.error()) is not None:
             result["accepted_length_error"] = error
         if self.tree is not None and self.tree.depth <= len(hits):
-            result["accepted_length_tree"] = 1 + in_tree / positions
-        result |= {f"accuracy_depth_{k}": hit / positions for k, hit in enumerate(hits, 1)}
-        before = [positions, *runs]
-        result |= {
-            f"conditional_accuracy_depth_{k}": run / past
-            for k, (run, past) in enumerate(zip(runs, before, strict=False), 1)
-            if past
-        }
+            result["accepted_length_tree"] = 1 + in_tree / starts
+        result |= _shares("accuracy", hits, drafts) | _shares("conditional_accuracy", runs, reached)
         if self.chances is not None and self.chances[0]:
-            measured, *chances = self.chances.tolist()
-            alphas, products = chances[: len(chances) // 2], chances[len(chances) // 2 :]
+            (measured,), (drafts, alphas, products) = _split(self.chances, 1, 3)
             result["accepted_length_sampled"] = 1 + sum(products) / measured
-            result |= {f"acceptance_depth_{k}": alpha / measured for k, alpha in enumerate(alphas, 1)}
+            result |= _shares("acceptance", alphas, drafts)
         return result
+
+
+def _split(sums: Tensor, singles: int, kinds: int) -> tuple[list[float], list[list[float]]]:
+    """The sums that are one number, and those of each kind by depth."""
+    return sums[:singles].tolist(), sums[singles:].view(kinds, -1).tolist()
+
+
+def _shares(name: str, parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
+    pairs = enumerate(zip(parts, wholes, strict=True), 1)
+    return {f"{name}_depth_{k}": part / whole for k, (part, whole) in pairs if whole}
 
 
 def _rows(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,7 +153,7 @@ def _sum(total: Tensor | None, more: Tensor) -> Tensor:
     if total is None:
         return more.clone()
     if total.shape != more.shape:
-        raise ValueError(f"ranks of {(len(more) - 1) // 2} depths cannot be added to ranks of {(len(total) - 1) // 2}")
+        raise ValueError(f"ranks of {(len(more) - 2) // 4} depths cannot be added to ranks of {(len(total) - 2) // 4}")
     return total + more.to(total.device)
 
 
@@ -176,9 +183,9 @@ class TrainingMeter:
         names = list(self.sums)
         values = torch.stack([self.sums[name] for name in names]).tolist() if names else []
         return {
-            "counts": [] if counts is None else counts.tolist(),
-            "chances": [] if chances is None else chances.tolist(),
-            "batches": [] if self.acceptance.batches is None else self.acceptance.batches.tolist(),
+            "accepted": [] if counts is None else counts.tolist(),
+            "overlaps": [] if chances is None else chances.tolist(),
+            "moments": [] if self.acceptance.batches is None else self.acceptance.batches.tolist(),
             "tokens": [0 if self.tokens is None else int(self.tokens)],
             **{f"term {name}": [value] for name, value in zip(names, values, strict=True)},
         }
@@ -209,7 +216,8 @@ class TrainingMeter:
 
 
 def _acceptance(state: dict[str, list[float]], device: torch.device) -> AcceptanceMeter:
-    counts, chances, batches = state["counts"], state["chances"], state.get("batches")  # older states have none
+    # Absent from a checkpoint of an older version, which counted otherwise.
+    counts, chances, batches = (state.get(name) for name in ("accepted", "overlaps", "moments"))
     return AcceptanceMeter(
         counts=torch.tensor(counts, dtype=torch.long, device=device) if counts else None,
         chances=torch.tensor(chances, dtype=torch.float64, device=device) if chances else None,

@@ -1,7 +1,7 @@
 """The training loss of a head: each draft compared with the base's distribution of the same token, in chunks.
 
 Shapes: R supervised positions, R_s those with draft s, D depths, S drafts of a position, C positions of a chunk, C_s
-those with draft s, V vocabulary, Vd draft vocabulary, H hidden. R' starts with all D drafts. See targets.py.
+those with draft s, V vocabulary, Vd draft vocabulary, H hidden. R' starts of decoding steps. See targets.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.tree.draft_ids import DraftIds
 from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, DistributionLoss, overlap, position_weights
-from specheads.losses.targets import DraftTargets
+from specheads.losses.targets import ENDED, DraftTargets
 from specheads.losses.teacher import Teacher
 from specheads.losses.teacher_probs import TeacherProbs
 
@@ -28,8 +28,9 @@ class Scores:
     """Losses, ranks and overlaps of the drafts of a batch.
 
     total: Σ of weighted losses. depths (D,): Σ at each depth, without the depth weights.
-    ranks (R', D) int64: the rank of the base's token in each draft of a start; −1 outside the draft vocabulary.
-    overlaps (R', D) or None: α = Σ min(p, q) of the same drafts; alphas (R, S): α by target.
+    ranks (R', D) int64: the rank of the base's token in each draft of a start; −1 outside the draft vocabulary, and
+    ENDED where no draft gains anything, as the answer ends. overlaps (R', D) or None: α = Σ min(p, q) of the same
+    drafts, 0 where ENDED; alphas (R, S): α by target.
     """
 
     total: Tensor
@@ -73,12 +74,12 @@ class Objective:
         chunk = rows_of_chunk(vocab_size + (vocab_size if draft is None else len(draft.ids)), rows[0].device)
         weights = self._weights(targets, rows, project, draft, chunk)
         scorer = _Scorer(self, targets, teacher, project, draft, weights, self._trained(len(rows)), overlaps)
-        # Only starts with all their drafts are ranked. If nothing else needs the base's distribution, it is computed
+        # Only drafts that decoding gains by are ranked. If nothing else needs the base's distribution, it is computed
         # only for those.
-        complete = targets.complete
-        needs_teacher = (targets.valid if scorer.needs_probs else complete).any(1).nonzero().squeeze(1)
+        counted = targets.counted
+        needs_teacher = (targets.valid if scorer.needs_probs else counted).any(1).nonzero().squeeze(1)
         scored = [targets.indices_of(s) for s in range(len(rows))]
-        ranked = [complete[:, s].nonzero().squeeze(1) for s in range(len(rows))]
+        ranked = [counted[:, s].nonzero().squeeze(1) for s in range(len(rows))]
         total, (losses, ranks, alphas) = chunked_sum(
             scorer.score_chunk,
             [torch.arange(len(targets.positions), device=rows[0].device), needs_teacher, *scored, *ranked, *rows],
@@ -89,8 +90,8 @@ class Objective:
         return Scores(
             total,
             targets.scatter_by_start(losses * targets.weights).sum(0),
-            targets.scatter_complete(ranks),
-            targets.scatter_complete(alphas) if overlaps else None,
+            targets.scatter_counted(ranks, ENDED),
+            targets.scatter_counted(alphas, 0) if overlaps else None,
             alphas if overlaps else None,
         )
 

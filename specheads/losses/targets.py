@@ -2,6 +2,9 @@
 
 Position u of a text has the target x[u+1]. Its draft at depth s (0 is the first) started at position u − 1 − s, where
 the head had read the text up to and including the next token, x[u − s].
+Decoding drafts from a token that was generated, and a step gains the accepted drafts and a token of the base's own, up
+to the end of the answer. So a draft gains something only if its target is followed by another token of the answer: the
+last one comes with the step in any case. Where the supervised tokens end, by an end of turn or a cut, the answer ends.
 Shapes: B batch rows, T positions, R supervised positions, D depths, S drafts of a position.
 """
 
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ENDED = -2  # in place of a rank, where a draft gains nothing
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTargets:
@@ -20,6 +25,7 @@ class DraftTargets:
     positions (R,), and starts (R, S) of their drafts: indices into the flattened batch of `size` = B · T positions.
     tokens (R,): the targets. depths (R, S): of the drafts, below num_depths = D.
     weights (R, S): how many drafts each represents; 0 if its start is not in the same document, or was not sampled.
+    left (B · T,): see `tokens_left`; 0 for starts that were not sampled.
     """
 
     positions: Tensor
@@ -27,6 +33,7 @@ class DraftTargets:
     starts: Tensor
     depths: Tensor
     weights: Tensor
+    left: Tensor
     size: int
     num_depths: int
 
@@ -37,14 +44,14 @@ class DraftTargets:
         tokens, supervised (indexed by the predicted token) and documents, all (B, T); document 0 is padding.
         """
         batch, length = tokens.shape
-        has_target = supervised[:, 1:] & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
-        row, column = has_target.nonzero(as_tuple=True)
+        row, column = _has_target(supervised, documents).nonzero(as_tuple=True)
         depth = torch.arange(depths, device=tokens.device).expand(len(row), -1)
         start = column.unsqueeze(1) - 1 - depth  # (R, S)
         same = documents[row.unsqueeze(1), start.clamp_min(0)] == documents[row, column].unsqueeze(1)
         starts = row.unsqueeze(1) * length + start.clamp_min(0)
         weights = (same & (start >= 0)).float()
-        return cls(row * length + column, tokens[row, column + 1], starts, depth, weights, batch * length, depths)
+        left = tokens_left(supervised, documents).flatten()
+        return cls(row * length + column, tokens[row, column + 1], starts, depth, weights, left, batch * length, depths)
 
     @property
     def valid(self) -> Tensor:
@@ -52,10 +59,9 @@ class DraftTargets:
         return self.weights > 0
 
     @property
-    def complete(self) -> Tensor:
-        """(R, S) whether the draft exists, and its start has all D drafts."""
-        all_drafts = self.scatter_by_start(self.valid).all(1)
-        return all_drafts[self.starts] & self.valid
+    def counted(self) -> Tensor:
+        """(R, S) whether the draft exists, and decoding gains something if it is right."""
+        return self.valid & (self.depths < self.left[self.starts] - 1)
 
     def indices_of(self, draft: int) -> Tensor:
         """(R_s,) the ascending indices of the supervised positions that have draft s."""
@@ -76,6 +82,27 @@ class DraftTargets:
         scattered = values.new_zeros(count + 1).scatter(0, index.flatten(), values.flatten())
         return scattered[:-1].view(self.size, self.num_depths)
 
-    def scatter_complete(self, values: Tensor) -> Tensor:
-        """Values by target (R, S) → (R', D): one row for each start that has all D drafts."""
-        return self.scatter_by_start(values)[self.scatter_by_start(self.valid).all(1)]
+    def scatter_counted(self, values: Tensor, uncounted: float) -> Tensor:
+        """Values by target (R, S) → (R', D): one row for each start of a decoding step; `uncounted` where `counted` is
+        False."""
+        left = self.left[self.left > 0].unsqueeze(1)
+        by_start = self.scatter_by_start(values)[self.left > 0]
+        return by_start.masked_fill(torch.arange(self.num_depths, device=left.device) >= left - 1, uncounted)
+
+
+def tokens_left(supervised: Tensor, documents: Tensor) -> Tensor:
+    """(B, T) how many tokens of its answer follow the token that each start drafts from; 0 if that token was not
+    generated, or is the answer's last.
+
+    supervised (indexed by the predicted token) and documents, both (B, T). Start t drafts from x[t + 1].
+    """
+    length = supervised.shape[1]
+    column = torch.arange(length, device=supervised.device)
+    learnt = torch.cat([_has_target(supervised, documents), supervised.new_zeros(len(supervised), 1).bool()], 1)
+    ends = torch.where(learnt, length, column).flip(1).cummin(1).values.flip(1)  # the first that is not learnt, from t
+    return (ends - column - 1).clamp_min(0)
+
+
+def _has_target(supervised: Tensor, documents: Tensor) -> Tensor:
+    """(B, T − 1) whether x[t + 1] is supervised, and of the document of x[t]."""
+    return supervised[:, 1:].bool() & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)

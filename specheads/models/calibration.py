@@ -1,6 +1,6 @@
 """The best static tree for a head, counted on data: by the ranks that its drafts gave to the tokens that followed.
 
-Shapes: R scored positions, S drafted depths; ranks (R, S) as DraftHead.loss reports them.
+Shapes: R starts of decoding steps, S drafted depths; ranks (R, S) as DraftHead.loss reports them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from specheads.data.batches import Collator
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.heads.limits import MOST_NODES
+from specheads.losses.targets import ENDED
 from specheads.options import OptionError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def measure_ranks(
 ) -> Tensor:
     """Ranks (R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
 
-    report: called with the share of rows done. ValueError if every row is unsupervised, or shorter than a draft.
+    report: called with the share of rows done. ValueError if no draft would gain anything.
     """
     was_training = model.training
     model.eval()
@@ -47,8 +48,10 @@ def measure_ranks(
         if report:
             report(min(1.0, (start + batch_size) / len(listed)))
     model.train(was_training)
-    if not sum(map(len, found)):
-        raise ValueError(f"no position of the {len(listed)} rows was scored: they are shorter than the drafted depth")
+    if not any(bool((ranks != ENDED).any()) for ranks in found):
+        raise ValueError(
+            f"no position of the {len(listed)} rows was scored: drafts gain something in answers of 3 tokens or more"
+        )
     return torch.cat(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+
+from specheads.options import reason
+
+_log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
 
@@ -148,6 +153,20 @@ def writing(path: Path, output_dir: Any) -> Iterator[None]:
         raise TrainingError(
             f"{path} could not be written ({reason}); {resume_hint(output_dir)}, once there is room"
         ) from error
+
+
+@contextlib.contextmanager
+def sparing_the_head(name: str, failed: list[str], saved: Any) -> Iterator[None]:
+    """In the block an error is logged in one line, and `name` noted in `failed`: it costs neither the head, saved in
+    `saved`, nor what follows. Each name is logged once."""
+    try:
+        yield
+    except Exception as error:
+        if is_lost_process(error):
+            raise
+        if name not in failed:
+            failed.append(name)
+            _log.error("%s failed (%s: %s); the head is saved in %s", name, type(error).__name__, reason(error), saved)
 
 
 def is_lost_process(error: BaseException) -> bool:

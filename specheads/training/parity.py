@@ -134,15 +134,11 @@ class _Steps:
     tokens: int = 0
     steps: int = 0
 
-    def add(self, gains: Iterable[int], positions: int) -> None:
-        """Add steps that gained `gains` tokens each, as long as they start within the first `positions` positions."""
-        position = 0
+    def add(self, gains: Iterable[int]) -> None:
+        """Add steps that gained `gains` tokens each."""
         for gain in gains:
-            if position >= positions:
-                break
-            position += gain
+            self.tokens += gain
             self.steps += 1
-        self.tokens += position
 
     @property
     def length(self) -> float:
@@ -150,7 +146,7 @@ class _Steps:
 
 
 def _simulate_steps(runs: list[int]) -> Iterator[int]:
-    """The tokens gained at each step of a loop whose draft from position i has runs[i] right tokens."""
+    """The tokens gained at each step of a loop whose draft from token i has runs[i] right ones before the last."""
     position = 0
     while position < len(runs):
         yield 1 + runs[position]
@@ -167,7 +163,7 @@ def _step_lengths(out: Any) -> tuple[list[int], list[int]]:
 def compare(
     model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Callable[[float], None] | None = None
 ) -> Parity | None:
-    """Decode each prompt and score the resulting text; None if no text was long enough to compare.
+    """Decode each prompt and score the resulting text; None if each was a single token, which takes no step.
 
     A prompt that leaves no room for the new tokens in the base's context is cut to its first tokens. The model is left
     in the mode it was in.
@@ -191,16 +187,14 @@ def compare(
             ids = torch.tensor([prompt], device=model.device)
             asked: dict[str, Any] = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
             gains, text = _step_lengths(model.generate(ids, tree=chain(depths), **asked))
-            # The prefill draws the first token, so drafts begin after it.
-            labels = [*[IGNORED] * (len(prompt) + 1), *text[len(prompt) + 1 :]]
+            labels = [*[IGNORED] * len(prompt), *text[len(prompt) :]]
             batch = Collator(0)([{"input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
                 runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # right tokens of the draft from each position
-                # At the last position the text may end before the bonus token of a whole draft.
-                decoded.add(gains, len(runs) - 1)
-                scored.add(_simulate_steps(runs), len(runs) - 1)
-                served.add(_step_lengths(model.generate(ids, draft="head", **asked))[0], len(runs) - 1)
+                decoded.add(gains)
+                scored.add(_simulate_steps(runs))
+                served.add(_step_lengths(model.generate(ids, draft="head", **asked))[0])
             if report:
                 report((done + 1) / len(prompts))
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, set_seed
 
+from specheads.files import replacing
 from specheads.models.card import TrainingRecord
 from specheads.models.files import CONFIG
 from specheads.models.run_files import RECIPE, RESULTS
@@ -32,6 +34,7 @@ from specheads.training.errors import (
     TrainingStopped,
     is_lost_process,
     resume_hint,
+    sparing_the_head,
     step_of,
     stop_message,
     stop_signals,
@@ -57,12 +60,18 @@ class Run:
     recipe: Recipe
     head_saved: bool = False
 
+    @property
+    def failed(self) -> list[str]:
+        """The parts, such as the model card, that failed after a head was saved."""
+        return self.trainer.failed
+
     def train(self) -> dict[str, float]:
-        """Train, evaluate on held-out rows if there are any, save the head, compare it with real decoding → the final
+        """Train, save the head, evaluate on held-out rows if there are any, compare with real decoding → the final
         metrics.
 
-        TrainingError if it cannot continue; TrainingStopped, a KeyboardInterrupt, if it was asked to stop; ParityError,
-        with everything saved, if decoding and training disagree.
+        What fails after the head is saved, such as its evaluation or its upload, is logged and noted in `failed`; the
+        other parts are done. TrainingError if training cannot continue; TrainingStopped, a KeyboardInterrupt, if it was
+        asked to stop; ParityError, with everything saved, if decoding and training disagree.
         """
         began = time.time()
         try:
@@ -94,41 +103,50 @@ class Run:
 
     def _run(self) -> tuple[dict[str, float], Parity | None]:
         """Everything but the parity verdict; each part is on disk before the next begins."""
-        trainer = self.trainer
-        if self.checkpoint is None and trainer.is_world_process_zero() and _holds_head(trainer.args.output_dir):
-            _log.warning("%s holds a finished head: it is replaced when this run ends", trainer.args.output_dir)
+        trainer, output = self.trainer, Path(str(self.trainer.args.output_dir))
+        if self.checkpoint is None and trainer.is_world_process_zero() and _holds_head(output):
+            _log.warning("%s holds a finished head: it is replaced when this run ends", output)
+        begun = step_of(Path(self.checkpoint)) if self.checkpoint else 0  # training may delete that checkpoint
         metrics = self._metrics_if_finished() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
-        assert trainer.args.output_dir is not None
-        output = Path(trainer.args.output_dir)
+        if trainer.restored_step is not None:
+            metrics["head_step"] = trainer.restored_step
         with writing(output, output):
+            if trainer.is_world_process_zero():
+                (output / RESULTS).unlink(missing_ok=True)  # an earlier head's
             trainer.save_model(str(output), _internal_call=True)  # uploaded below, once everything is measured
             self.head_saved = True
             trainer.save_state()
-        if trainer.eval_dataset is not None:
-            metrics |= self._evaluated()
-        if trainer.restored_step is not None:
-            metrics["head_step"] = trainer.restored_step
         self._record(output, metrics)
+        if trainer.eval_dataset is not None:
+            with self._part("the evaluation"):
+                metrics |= self._evaluated(begun)
+            self._record(output, metrics)
+        self._report(output)
         parity = self._parity()
         if parity is not None:
             metrics |= parity.metrics
             self._record(output, metrics)
+            self._report(output)
             if trainer.is_world_process_zero():
                 _log.warning("parity: %s", parity)
         if trainer.args.push_to_hub:
-            trainer.push_to_hub()
+            with self._part("the upload"):
+                trainer.push_to_hub()
         return metrics, parity
 
-    def _evaluated(self) -> dict[str, float]:
-        """Evaluation metrics of the head in memory: those this run has logged at the head's step, else measured now.
-        The log has them once, under that step."""
+    def _part(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return sparing_the_head(name, self.trainer.failed, self.trainer.args.output_dir)
+
+    def _evaluated(self, begun: int) -> dict[str, float]:
+        """Evaluation metrics of the head in memory: those this run, which began at step `begun`, has logged at the
+        head's step, else measured now. The log has them once, under that step."""
         trainer, log = self.trainer, self.trainer.state.log_history
         step, last = trainer.head_step, trainer.state.global_step
         known = {
             name: value for entry in log if entry.get("step") == step
             for name, value in entry.items() if name.startswith("eval_")
         }  # fmt: skip
-        if known and step > (step_of(Path(self.checkpoint)) if self.checkpoint else 0):
+        if known and step > begun:
             return known
         earlier = list(log)
         trainer.state.global_step = step
@@ -140,13 +158,22 @@ class Run:
                 trainer.state.log_history = earlier
 
     def _record(self, output: Path, metrics: dict[str, float]) -> None:
+        """Write what the run has measured so far."""
         if not self.trainer.is_world_process_zero():
             return
         with writing(output, output):
             self.trainer.save_state()
             (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
-            (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
+            with replacing(output / RESULTS) as path:
+                path.write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
+
+    def _report(self, output: Path) -> None:
+        """Draw the curves and write the card from what `_record` wrote."""
+        if not self.trainer.is_world_process_zero():
+            return
+        with self._part("the figure of the curves"):
             curves.draw(output, self.trainer.state.log_history)
+        with self._part("the model card"):
             model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=False)
             run_card.write(output, model, TrainingRecord.of_folder(output))
 
@@ -186,20 +213,30 @@ class Run:
                     kind, trainer.args.output_dir,
                 )  # fmt: skip
             else:
-                model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-                rows: Any = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
-                parity = compare(model, prompts_of(rows, self.parity), self.parity)
-                if parity is None:
-                    _log.warning("parity: not compared, because no text was as long as a draft; give longer rows")
+                with self._part("the parity gate"):
+                    parity = self._compare()
         (parity,) = broadcast_object_list([parity])
+        return parity
+
+    def _compare(self) -> Parity | None:
+        trainer = self.trainer
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        rows: Any = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+        parity = compare(model, prompts_of(rows, self.parity), self.parity)
+        if parity is None:
+            _log.warning("parity: not compared, because the base answered every prompt with a single token")
         return parity
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result of train() in one line."""
-        length, step = metrics.get("eval_accepted_length"), metrics.get("head_step")
-        shown = "" if length is None else f", accepted length {length:.3f} on the held-out rows"
-        shown += "" if step is None else f" (the head of step {step}, the best)"
-        return f"saved {self.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}{shown}"
+        figures = {
+            "mean training loss": metrics["train_loss"] if "eval_loss" not in metrics else None,
+            "held-out loss": metrics.get("eval_loss"), "held-out accepted length": metrics.get("eval_accepted_length"),
+        }  # fmt: skip
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+        step = metrics.get("head_step")
+        best = "" if step is None else f" (the head of step {step}, the best)"
+        return f"saved {self.trainer.args.output_dir}: {shown}{best}"
 
 
 def evaluations_waited(state: TrainerState) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from specheads.data.datasets import Collator
 from specheads.heads.starts.anchors import AnchoredStarts
+from specheads.losses.targets import ENDED
 from tests.reference.slow_heads import rows, spec_model
 
 HEADS = [
@@ -43,7 +44,8 @@ def test_as_many_anchors_as_starts_give_the_full_loss(kind, options, first):
         anchored, seen = value_and_gradients(model, batch)
         for one, other in zip(full, anchored, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-        assert torch.equal(seen, ranks)
+        # Whichever starts before an answer's last token, which gain nothing, are among the anchors.
+        assert [row for row in seen.tolist() if row[0] != ENDED] == [row for row in ranks.tolist() if row[0] != ENDED]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -149,12 +151,12 @@ def test_a_batch_without_a_draft_has_no_loss(kind, options):
 
 
 def test_one_unrolled_step_is_of_the_anchors_too_if_they_are_asked_for_first_drafts():
-    batch = batch_of(12, 7)
+    batch = Collator(0)([{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows(12, 7)])
     for kind, options in (("eagle3", {"steps": 1}), ("medusa", {"num_heads": 1})):
         model = spec_model(kind, anchors=3, **options).train()
         assert len(model(**batch).ranks) > 6
         model.head.config = dataclasses.replace(model.head.config, anchor_first=True)
-        assert len(model(**batch).ranks) <= 6
+        assert 0 < len(model(**batch).ranks) <= 6
 
 
 def test_passes_over_a_row_are_those_of_the_first_draft_and_those_at_the_anchors():

@@ -5,6 +5,7 @@ import torch
 
 from specheads.data.datasets import Collator, pack
 from specheads.losses.metrics import accepted_length
+from specheads.losses.targets import ENDED
 from tests.reference.slow_heads import KINDS, SLOW, rows, spec_model
 from tests.support.families import FAMILIES, build
 
@@ -82,10 +83,11 @@ def test_accepted_length_of_a_head_equals_brute_force(kind, options):
         lengths, seen = [], []
         for row in data:
             slow = SLOW[kind](model, row)[1]
-            for i in range(len(row["input_ids"]) - 4):  # where all three depths have a target
-                run = [slow[i, s] for s in range(3)]
+            for i in range(len(row["input_ids"]) - 2):
+                left = len(row["input_ids"]) - 2 - i  # tokens after the one that is drafted from
+                run = [slow[i, s] if s < left - 1 else ENDED for s in range(3)]
                 seen.append(run)
-                lengths.append(1 + next((s for s, rank in enumerate(run) if rank != 0), 3))
+                lengths.append(min(left, 1 + next((s for s, rank in enumerate(run) if rank != 0), 3)))
     assert ranks.tolist() == seen
     assert accepted_length(ranks) == pytest.approx(sum(lengths) / len(lengths))
 
@@ -150,14 +152,14 @@ def test_targets_outside_the_draft_vocabulary_are_not_learnt_and_count_as_misses
     outside = ~model.head.t2d[teacher]
     assert outside[1:-1].any() and not outside[1:-1].all()
     out = model(**batch)
-    first = [out.ranks[i, 0] == -1 for i in range(len(out.ranks))]
-    assert first == outside[1 : 1 + len(first)].tolist()
+    first = [out.ranks[i, 0] == -1 for i in range(9)]
+    assert first == outside[1:10].tolist() and len(out.ranks) == 10 and (out.ranks[9] == ENDED).all()
     # A vocabulary without any of the base's tokens leaves nothing to learn.
     counts = torch.ones(97)
     counts[teacher] = 0
     model.head.set_draft_vocabulary(counts)
     none = model(**batch)
-    assert float(none.loss.detach()) == 0 and (none.ranks == -1).all()
+    assert float(none.loss.detach()) == 0 and (none.ranks < 0).all()
     assert accepted_length(none.ranks) == 1.0
     # Nor does one without any of the text's, where that is what is learnt.
     hard = spec_model("eagle3", loss="hard").eval()

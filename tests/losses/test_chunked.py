@@ -108,7 +108,7 @@ def test_teacher_probs_are_computed_once_a_position_and_only_where_losses_or_ran
     keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
     anchored = AnchoredStarts.sample(targets, keys, 2).select(targets)
     model(**batch)
-    wanted = anchored.valid if everywhere else anchored.complete
+    wanted = anchored.valid if everywhere else anchored.counted
     assert seen == targets.positions[wanted.any(1)].tolist()
     assert everywhere or len(seen) <= 12 < len(targets.positions)
 

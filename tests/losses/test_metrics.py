@@ -1,10 +1,13 @@
 """Accepted length is the joint one, and its sums add exactly however the positions were cut."""
 
+import itertools
+
 import pytest
 import torch
 
 from specheads.decoding.planner import StaticTree, chain
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter, accepted_length, depths_reached
+from specheads.losses.targets import ENDED
 
 
 def random_ranks(positions=200, depths=4, seed=0):
@@ -46,6 +49,37 @@ def test_accepted_length_equals_brute_force():
     for k in range(ranks.shape[1]):
         assert report[f"accuracy_depth_{k + 1}"] == pytest.approx(marginal[k], abs=1e-12)
         assert report[f"conditional_accuracy_depth_{k + 1}"] == pytest.approx(conditional[k], abs=1e-12)
+
+
+def test_a_step_at_the_end_of_an_answer_gains_what_is_left_of_it():
+    """Answers of 1 to 6 tokens after the one drafted from, every pattern of right drafts; a step gains no more."""
+    ranks, gained, by_depth = [], [], {k: [] for k in range(3)}
+    for left in range(1, 7):
+        for hits in itertools.product((True, False), repeat=3):
+            ranks.append([ENDED if s >= left - 1 else 0 if hit else 5 for s, hit in enumerate(hits)])
+            gained.append(min(left, 1 + next((s for s, hit in enumerate(hits) if not hit), 3)))
+            for k in range(min(3, left - 1)):
+                by_depth[k].append((hits[k], all(hits[:k])))
+    meter = AcceptanceMeter(chain(3))
+    alphas = torch.where(torch.tensor(ranks) == ENDED, 0.9, torch.where(torch.tensor(ranks) == 0, 1.0, 0.0))
+    meter.add(torch.tensor(ranks), alphas)
+    found = meter.compute()
+    mean = sum(gained) / len(gained)
+    for name in ("accepted_length", "accepted_length_tree", "accepted_length_sampled"):
+        assert found[name] == pytest.approx(mean), name
+    for k, drafts in by_depth.items():
+        assert found[f"accuracy_depth_{k + 1}"] == found[f"acceptance_depth_{k + 1}"] == 0.5
+        after = [hit for hit, reached in drafts if reached]
+        assert found[f"conditional_accuracy_depth_{k + 1}"] == sum(after) / len(after)
+
+
+def test_a_depth_that_no_answer_reaches_has_no_accuracy():
+    assert accepted_length(torch.tensor([[ENDED, ENDED]])) == 1
+    meter = AcceptanceMeter()
+    meter.add(torch.tensor([[0, ENDED], [1, ENDED], [ENDED, ENDED]]), torch.ones(3, 2))
+    found = meter.compute()
+    assert found["accepted_length"] == 1 + 1 / 3 and found["accuracy_depth_1"] == 0.5
+    assert not [name for name in found if name.endswith("depth_2")]
 
 
 def test_accepted_length_is_not_the_product_of_marginals():

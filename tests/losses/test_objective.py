@@ -11,7 +11,7 @@ from specheads.decoding.target.hf_base import concat_taps, kept_states
 from specheads.losses import chunked, objective
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights
-from specheads.losses.targets import DraftTargets
+from specheads.losses.targets import ENDED, DraftTargets
 from specheads.losses.teacher import LastHidden, WholeLogits, tap_base
 from specheads.models.convert import convert
 from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
@@ -158,8 +158,12 @@ def test_overlaps_are_over_the_whole_vocabulary():
     out = model(**batch)
     p = model.base(batch["input_ids"]).logits[0].softmax(-1)
     drafted = head.target_ids
-    for start in range(len(out.overlaps)):
+    assert len(out.overlaps) == 8
+    for start in range(8):
         for s in range(3):
+            if s >= 7 - start:  # the answer's last token, or after it
+                assert out.overlaps[start, s] == 0 and out.ranks[start, s] == ENDED
+                continue
             q = torch.zeros(97, dtype=p.dtype)
             q[drafted] = seen[s][start].softmax(-1)
             assert out.overlaps[start, s].item() == pytest.approx(torch.minimum(p[start + 1 + s], q).sum().item())
@@ -172,6 +176,7 @@ def test_no_position_asks_for_a_token_of_another_document_or_of_padding():
     asked = DraftTargets.from_batch(torch.arange(10, 16).unsqueeze(0), everything, documents, 2)
     assert asked.positions.tolist() == [0, 1, 3] and asked.tokens.tolist() == [11, 12, 14]
     assert asked.valid.tolist() == [[False, False], [True, False], [False, False]]
+    assert asked.left.tolist() == [1, 0, 0, 0, 0, 0] and not asked.counted.any()
 
 
 def test_position_weights_count_the_tokens_that_depend_on_a_depth():

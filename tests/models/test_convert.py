@@ -243,3 +243,12 @@ def test_eagle3_starts_with_the_bases_output_rows_and_final_norm(base):
     head = convert(base, "eagle3", draft_vocab_size=40).head
     assert torch.equal(head.lm_head.weight, base.lm_head.weight[head.target_ids])
     torch.testing.assert_close(head.norm.weight, base.model.norm.weight)  # read as what ones come out as, eps and all
+
+
+def test_taps_that_a_base_of_few_layers_repeats_are_named(caplog):
+    assert convert(tiny_llama(num_hidden_layers=3), "eagle3").head.config.taps == (1, 2, 3) and not caplog.text
+    for layers, taps in ((1, (1, 1, 1)), (2, (1, 1, 2))):
+        caplog.clear()
+        assert convert(tiny_llama(num_hidden_layers=layers), "eagle3").head.config.taps == taps
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert f"a base of {layers} layers has too few for 3 taps" in told and str(taps)[1:-1] in told

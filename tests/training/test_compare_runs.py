@@ -52,7 +52,16 @@ def test_the_error_of_a_ratio_is_that_of_its_formula_and_adds_up_over_meters():
     assert whole.compute()["accepted_length_error"] == pytest.approx(expected)
     assert TrainingMeter.combined([first.state(), second.state()])["accepted_length_error"] == pytest.approx(expected)
     assert "accepted_length_error" not in TrainingMeter.combined([second.state()])  # one batch says nothing of it
-    assert "accepted_length_error" not in TrainingMeter.combined([{**first.state(), "batches": []}])
+
+
+def test_what_an_older_version_had_counted_since_the_last_log_is_left_out():
+    before, now = (
+        {"counts": [3] * 6, "chances": [], "batches": [1.0] * 4, "tokens": [5], "term ce": [10.0]},
+        TrainingMeter(),
+    )
+    assert TrainingMeter.combined([before]) == {"ce": 2.0}
+    now.add(torch.tensor([[0, 1]]), {"ce": torch.tensor(0.0)}, 1, torch.tensor(5))
+    assert TrainingMeter.combined([before, now.state()])["accepted_length"] == 2
 
 
 def test_a_run_logs_the_tokens_it_has_seen_and_its_cpu_time_and_resumes_both(tmp_path):

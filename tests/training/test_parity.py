@@ -1,7 +1,5 @@
 """What training says a head is worth is what decoding makes of it, and a head that is served otherwise is found out."""
 
-import copy
-import functools
 import json
 import logging
 
@@ -15,39 +13,14 @@ from specheads.training import run as training
 from specheads.training.parity import Parity, ParityConfig, ParityError, compare, prompts_of
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.report.curves import series
-from tests.reference.slow_heads import DEFAULTS, KINDS
+from tests.reference.slow_heads import KINDS
 from tests.support.chat_tokenizer import build_tokenizer
 from tests.support.families import build
+from tests.support.learnt_heads import PROMPTS, learnt
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama
 from tests.support.training_runs import forked, overrides
 from train import heads
-
-PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]
-
-
-def learnt(kind, **options):
-    """A head that is often right on what its base writes after PROMPTS: a copy, which a test may change."""
-    return copy.deepcopy(trained(kind, **options))
-
-
-@functools.cache
-def trained(kind, **options):
-    base = tiny_llama(num_hidden_layers=2)
-    with torch.no_grad():  # a base that repeats itself less
-        for parameter in base.parameters():
-            parameter.mul_(1.5) if parameter.ndim > 1 else None
-    texts = [base.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False)[0] for p in PROMPTS]
-    narrow = {"draft_vocab_size": 97} if kind == "eagle3" else {}
-    model = convert(base, kind, **{**DEFAULTS[kind], **narrow, **options})
-    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
-    model.train()
-    for step in range(60):
-        ids = texts[step % 3].unsqueeze(0)
-        optimizer.zero_grad()
-        model(ids, loss_mask=torch.ones_like(ids)).loss.backward()
-        optimizer.step()
-    return model
 
 
 @pytest.mark.parametrize(
@@ -109,8 +82,15 @@ def test_a_later_part_of_a_long_text_that_begins_with_a_bos_of_its_own_is_plain_
     assert parts[1]["labels"][:2] == [-100, -100] and [len(ids) for ids in prompts_of(parts, config)] == [4, 4]
 
 
-def test_a_text_too_short_to_compare_gives_nothing():
+def test_a_text_shorter_than_a_draft_is_compared_to_its_end_and_a_single_token_gives_nothing():
     model = convert(tiny_llama(), "medusa", num_heads=7)
+    asked = {"max_new_tokens": 3, "do_sample": False}
+    first, _, last = model.generate(torch.tensor([[5, 6]]), tree=chain(7), **asked)[0, 2:].tolist()
+    for ends, steps in ((None, 7), (last, 2)):
+        model.generation_config.eos_token_id = ends
+        parity = compare(model, [[5, 6]], ParityConfig(max_new_tokens=8))
+        assert parity.holds and parity.steps <= steps
+    model.generation_config.eos_token_id = first
     assert compare(model, [[5, 6]], ParityConfig(max_new_tokens=8)) is None
     assert compare(model, [], ParityConfig()) is None
 

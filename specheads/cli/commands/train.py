@@ -42,8 +42,8 @@ def refuse_without_dry_run(**given: Any) -> None:
 def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:
     """Train, and print the result. Errors of the run itself are one line on stderr, after the name of the program.
 
-    The exit code: 0; 1 if training could not continue; 3 if decoding and training disagree; 128 + the signal if the run
-    was stopped. Raises ValueError, OSError or ImportError for bad input.
+    The exit code: 0; 1 if training could not continue, or something failed after the head was saved; 3 if decoding and
+    training disagree; 128 + the signal if the run was stopped. Raises ValueError, OSError or ImportError for bad input.
     """
     try:
         prepared = prepare(read_recipe(recipe, overrides))
@@ -71,7 +71,7 @@ def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = Fa
         print(_json(metrics) if as_json else prepared.summary(metrics))
     wait_for_all(prepared.trainer.accelerator)
     prepared.trainer.accelerator.end_training()
-    return 0
+    return 1 if prepared.failed else 0
 
 
 def _json(record: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specheads.decoding.target.cache import TreeCache, gather_nodes
 from specheads.decoding.target.grouped_attention import grouped_attention
 from specheads.decoding.target.hf_base import decoder_of
+from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.layers.rope import rotate
 
 
@@ -33,7 +34,7 @@ class DecoderBlock(nn.Module):
         self.k_proj = nn.Linear(input_size, narrow, bias=attention_bias)
         self.v_proj = nn.Linear(input_size, narrow, bias=attention_bias)
         self.o_proj = nn.Linear(wide, hidden_size, bias=attention_bias)
-        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=rms_norm_eps)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=mlp_bias)
@@ -118,9 +119,9 @@ class ContextBlock(DecoderBlock):
         super().__init__(
             hidden_size=hidden_size, input_size=hidden_size, head_dim=head_dim, rms_norm_eps=rms_norm_eps, **sizes
         )
-        self.input_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
-        self.q_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps)
+        self.input_layernorm = RMSNorm(hidden_size, eps=rms_norm_eps)
+        self.q_norm = RMSNorm(head_dim, eps=rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, eps=rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A context or the normed input of a block (B, T, H) → keys and values (B, kv heads, T, d)."""

@@ -32,10 +32,12 @@ from specheads.decoding.tree import DraftTree
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import ContextBlock, copy_norm, final_norm
 from specheads.heads.layers.decoder import keep_committed
+from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.parallel.config import ParallelConfig
 from specheads.heads.starts.anchors import AnchoredBlocks
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.chunked import calls_of_all
+from specheads.losses.targets import tokens_left
 
 # Slots of a training row per pass. Blocks are masked from one another, so too many slots waste attention; too few leave
 # a GPU idle.
@@ -54,7 +56,7 @@ class ParallelHead(DraftVocabulary):
         assert c.num_key_value_heads and c.intermediate_size and c.rms_norm_eps
         size, rank, drafted = c.hidden_size, c.markov_rank, c.draft_vocab_size
         self.fc = nn.Linear(len(c.taps) * size, size, bias=False)
-        self.hidden_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(size, eps=c.rms_norm_eps)
         self.decoder = nn.ModuleList(
             ContextBlock(
                 hidden_size=size, intermediate_size=c.intermediate_size, num_heads=c.num_attention_heads,
@@ -63,7 +65,7 @@ class ParallelHead(DraftVocabulary):
             )
             for _ in range(c.num_layers)
         )  # fmt: skip
-        self.norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
+        self.norm = RMSNorm(size, eps=c.rms_norm_eps)
         self.rotary = c.rotary()
         if c.mask_token_id is None:
             self.mask_embed = nn.Embedding(1, size)  # a module, because ZeRO-3 gathers its weight when it is called
@@ -196,7 +198,7 @@ class ParallelHead(DraftVocabulary):
         config = self.config
         sample = (config.anchors, batch.keys()) if self.training else ()
         blocks = AnchoredBlocks.sample(batch.supervised, batch.documents, config.num_drafted, *sample)
-        targets = blocks.targets(batch.tokens)
+        targets = blocks.targets(batch.tokens, tokens_left(batch.supervised, batch.documents))
         before = batch.tokens.flatten()[targets.positions]
         rows = self.append_markov(self.outputs(batch, blocks)[blocks.learned], before)
         weights = tuple(config.decay**j for j in range(config.num_drafted))

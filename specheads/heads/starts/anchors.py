@@ -24,7 +24,8 @@ class AnchoredStartsConfig(HeadConfig):
     anchor_first: train the first drafts, too, at those starts only.
 
     Fewer cost less memory and time, and the loss is an unbiased estimate. The accepted length that training logs is
-    that of the anchors alone; each counts once, so long rows count for less. Evaluation uses all starts.
+    that of the anchors alone; each counts once, so long rows count for less, and starts before an answer's last token
+    not at all. Evaluation uses all starts.
     """
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"anchors": (1, 2**20)}
@@ -87,7 +88,7 @@ class AnchoredStarts:
         by_start[(row_starts + self.columns)[self.weights > 0]] = self.weights[self.weights > 0]
         whole, sampled = targets.weights[:, : self.depth], targets.weights[:, self.depth :]
         weights = torch.cat([whole, sampled * by_start[targets.starts[:, self.depth :]]], 1)
-        return replace(targets, weights=weights)
+        return replace(targets, weights=weights, left=torch.where(by_start > 0, targets.left, 0))
 
     def slots(self, targets: DraftTargets) -> Tensor:
         """(B · T,) start → its index in outputs (B · A, …) computed at the anchors alone; 0 for other starts."""
@@ -139,14 +140,16 @@ class AnchoredBlocks:
         weights = (available / available.clamp(1, most)).expand(-1, anchors.shape[1])
         return cls(anchors, learned.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)
 
-    def targets(self, tokens: Tensor) -> DraftTargets:
+    def targets(self, tokens: Tensor, left: Tensor) -> DraftTargets:
         """Each draft that has a target, with S = 1: a position drafted by several blocks occurs several times.
-        tokens (B, T)."""
+        tokens (B, T); left (B, T): see `tokens_left`."""
         length, size = tokens.shape[1], self.learned.shape[2]
         row, block, depth = self.learned.nonzero(as_tuple=True)
         starts = row * length + self.anchors[row, block] - 1  # a draft starts at the token before its root
         positions = starts + 1 + depth
+        sampled = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
+        sampled[starts] = True
         return DraftTargets(
             positions, tokens.flatten()[positions + 1], starts.unsqueeze(1), depth.unsqueeze(1),
-            self.weights[row, block].unsqueeze(1), tokens.numel(), size,
+            self.weights[row, block].unsqueeze(1), torch.where(sampled, left.flatten(), 0), tokens.numel(), size,
         )  # fmt: skip

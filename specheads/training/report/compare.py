@@ -68,7 +68,7 @@ def read_curve(folder: Path) -> LearningCurve:
         if name in entry and entry["step"] > 0:
             found.setdefault(entry["step"], entry)  # older versions logged a restored head under the last step, again
     if not found:
-        raise ValueError(f"{file} has no {name}: every row was shorter than the drafted depth")
+        raise ValueError(f"{file} has no {name}: no answer had two tokens to learn")
     points = [_point(step, found[step], name, logs) for step in sorted(found)]
     return LearningCurve(str(folder), held_out, points)
 

@@ -18,9 +18,10 @@ from specheads.models.base.lora import is_adapter
 from specheads.models.card import TrainingRecord
 from specheads.models.checkpoint import correct_copied_name
 from specheads.models.files import CONFIG, CheckpointError
+from specheads.models.run_files import RESULTS
 from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import STATE, TrainingError, step_of, writing
+from specheads.training.errors import STATE, TrainingError, is_finished, sparing_the_head, step_of, writing
 from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.report import card as run_card
 from specheads.training.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of
@@ -30,11 +31,13 @@ class ResumableTrainer(Trainer):
     """transformers' Trainer, whose resumed runs are bit-identical to uninterrupted ones.
 
     recipe: as YAML, if there is one. restored_step: the step whose head was restored at the end as the best, if any.
+    failed: what could not be written beside a saved head, such as its card.
     """
 
     args: SpecTrainingArguments
     recipe: str | None = None
     restored_step: int | None = None
+    failed: list[str]
     _training_meter: TrainingMeter
     _longest: Tensor | None = None  # () tokens of the longest text since it was last recorded in the head
     _data: str | None = None  # the data's mark, computed on first use
@@ -68,8 +71,8 @@ class ResumableTrainer(Trainer):
     def _load_best_model(self) -> None:
         with trained_weights_only(self.accelerator):
             super()._load_best_model()
-        assert self.state.best_model_checkpoint is not None
-        self.restored_step = step_of(Path(self.state.best_model_checkpoint))
+        if is_finished(best := Path(str(self.state.best_model_checkpoint))):  # else transformers has warned
+            self.restored_step = step_of(best)
 
     @property
     def head_step(self) -> int:
@@ -130,11 +133,14 @@ class ResumableTrainer(Trainer):
                 model.note_trained_length(int(self._longest))
             folder = output_dir or self.args.output_dir
             model.save_pretrained(folder, state_dict=state_dict)
-            run_card.write(Path(str(folder)), model, self.record())
+            with sparing_the_head("the model card", self.failed, folder):
+                run_card.write(Path(str(folder)), model, self.record())
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """transformers' method, which copies the head into the run's folder and uploads that; then fixes the base's
         path."""
+        if self.recipe is not None and self.is_world_process_zero():
+            (Path(str(self.args.output_dir)) / RESULTS).unlink(missing_ok=True)  # an earlier run's
         super()._push_from_checkpoint(checkpoint_folder)
         if self.is_world_process_zero():
             correct_copied_name(Path(checkpoint_folder), Path(str(self.args.output_dir)))
@@ -147,8 +153,9 @@ class ResumableTrainer(Trainer):
             raise TypeError(f"the card of a head is written from its run: leave out {', '.join(sorted(options))}")
         if self.is_world_process_zero():
             folder, model = Path(str(self.args.output_dir)), self.accelerator.unwrap_model(self.model)
-            record = self.record() if self.recipe is None else TrainingRecord.of_folder(folder)
-            run_card.write(folder, model, record, self.hub_model_id, license)
+            with sparing_the_head("the model card", self.failed, folder):
+                record = self.record() if self.recipe is None else TrainingRecord.of_folder(folder)
+                run_card.write(folder, model, record, self.hub_model_id, license)
 
     def record(self) -> TrainingRecord:
         """What a model card says about the run so far."""

@@ -31,6 +31,8 @@ from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTra
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
 from specheads.training.resume import refuse_head_alone
+from specheads.training.trainer import given_rows
+from specheads.training.trainer.best_metric import refuse_absent_metric
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 from specheads.training.trainer.resumable import ResumableTrainer
 from specheads.training.trainer.sampler import SeededLengthGroups
@@ -41,6 +43,10 @@ _log = logging.getLogger(__name__)
 
 class SpecTrainer(ResumableTrainer):
     """Trains the head of a SpecModel.
+
+    train_dataset, eval_dataset: rows with input_ids, and labels (−100 where a token is not learnt), a loss_mask or
+    neither; or rows of text or chats, which processing_class, a tokenizer, then turns into tokens. Rows with nothing to
+    learn are left out, with a warning. data_collator: by default one that pads with `Collator`.
 
     Logs accepted_length, accuracy_depth_k and the head's loss terms over everything since the last log, and tokens_seen
     (supervised) and cpu_seconds (of all processes; what a killed process had not logged is lost) over the whole run.
@@ -70,6 +76,7 @@ class SpecTrainer(ResumableTrainer):
                 f"one process sees {args.n_gpu} GPUs: start one process a GPU with `accelerate launch` or `torchrun`, "
                 "or choose one with CUDA_VISIBLE_DEVICES"
             )
+        self.failed = []
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         self._pace = Pace()
         self._cpu_logged = time.process_time()
@@ -80,6 +87,8 @@ class SpecTrainer(ResumableTrainer):
                 "data, model.head.set_draft_vocabulary(token_counts(rows, %d), model.base)",
                 len(head.d2t), len(head.t2d), len(head.t2d),
             )  # fmt: skip
+        with args.main_process_first(desc="reading the rows"):
+            kwargs |= given_rows.prepared(model, **kwargs)
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(
@@ -166,6 +175,8 @@ class SpecTrainer(ResumableTrainer):
             logs.update(TrainingMeter.combined(states))
             tokens, cpu_seconds = sum(int(state["tokens"][0]) for state in states), time.process_time()
             self._pace.tokens += tokens
+            if not tokens and self.is_world_process_zero():
+                _log.warning("step %d: no row since the last log had a token to learn from", self.state.global_step)
             self._training_meter = TrainingMeter()
             spent = sum(gather_object([cpu_seconds - self._cpu_logged]))
             before = next((entry for entry in reversed(self.state.log_history) if "tokens_seen" in entry), {})
@@ -266,6 +277,8 @@ class SpecTrainer(ResumableTrainer):
                 self.refuse_other_run(Path(found))
                 refuse_head_alone(Path(found), kind_of(self.accelerator))
         self._refuse_no_batch()
+        head = self.accelerator.unwrap_model(self.model).head
+        refuse_absent_metric(self.args, self.eval_dataset, head.scored_depths, self._scored_tree())
         if kind_of(self.accelerator) == "ddp" and not isinstance(self.model_wrapped, DistributedDataParallel):
             self._undo_evaluation()
         self._cpu_logged, self.restored_step = time.process_time(), None

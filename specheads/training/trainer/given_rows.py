@@ -1,0 +1,119 @@
+"""The rows given to a SpecTrainer as it trains on them: tokenized if text, without those with nothing to learn.
+
+Rows that are made as they are read (by a transform, a stream or a class of the user's) are left as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from torch import Tensor
+
+from specheads.data.batches import Collator
+from specheads.data.config import DataConfig
+from specheads.data.datasets import build_datasets
+from specheads.data.row_forms import is_chat
+from specheads.data.rows import IGNORED
+from specheads.decoding.target.hf_base import text_config
+from specheads.models.spec_model import SpecModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowCollator:
+    """`Collator` for rows that may say what is learnt by a loss_mask, or not at all: then all but their first token."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        return Collator(self.pad_token_id)([{**row, "labels": labels_of(row)} for row in rows])
+
+
+def labels_of(row: Mapping[str, Any]) -> Any:
+    if row.get("labels") is not None:
+        return row["labels"]
+    ids = row["input_ids"]
+    mask = row.get("loss_mask", [False, *[True] * (len(ids) - 1)])
+    return [int(token) if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
+
+
+def prepared(
+    model: SpecModel, *, train_dataset: Any = None, eval_dataset: Any = None, data_collator: Any = None,
+    processing_class: Any = None, **_: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A Trainer's arguments train_dataset, eval_dataset and data_collator. A collator of the user's may take rows of
+    text; the default one pads with the tokenizer's padding token, or the base's, or any: what pads is masked.
+
+    ValueError for text without a tokenizer, and if no row has a token to learn from."""
+    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    rows = {name: _prepare(part, name, model, processing_class, data_collator is None) for name, part in given.items()}
+    if data_collator is None:
+        owners = (processing_class, text_config(model.base))
+        ids = (getattr(owner, "pad_token_id", None) for owner in owners)
+        data_collator = RowCollator(next((i for i in ids if isinstance(i, int) and i >= 0), 0))
+    return {**rows, "data_collator": data_collator}
+
+
+def _prepare(rows: Any, name: str, model: SpecModel, tokenizer: Any, tokenizes: bool) -> Any:
+    """The rows of a dataset, or of each in a dict of them."""
+    if isinstance(rows, dict):
+        return {key: _prepare(part, f"{name}[{key!r}]", model, tokenizer, tokenizes) for key, part in rows.items()}
+    columns = _columns(rows)
+    if tokenizes and "input_ids" not in columns and ("text" in columns or "messages" in columns or is_chat(columns)):
+        return _tokenized(rows, name, columns, model, tokenizer)
+    return _learnable(rows, name, columns)
+
+
+def _columns(rows: Any) -> list[str]:
+    """The names in each row; [] if rows are made as they are read."""
+    if isinstance(rows, datasets.Dataset):
+        return [] if rows.format["type"] == "custom" else rows.column_names
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.column_names or []
+    return list(rows[0]) if isinstance(rows, list | tuple) and rows and isinstance(rows[0], Mapping) else []
+
+
+def _tokenized(rows: Any, name: str, columns: Sequence[str], model: SpecModel, tokenizer: Any) -> Any:
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's own
+    if tokenizer is None or isinstance(rows, datasets.IterableDataset):
+        lack = "they are a stream" if tokenizer is not None else "there is no tokenizer"
+        raise ValueError(
+            f"the rows of {name} have {', '.join(columns)} and no input_ids, and {lack}: pass processing_class="
+            'AutoTokenizer.from_pretrained("the/base") with a dataset or a list of rows, or rows made by '
+            "build_datasets(DataConfig(…), tokenizer)"
+        )
+    return build_datasets(DataConfig(train=rows), tokenizer, text_config(model.base).vocab_size)[0]
+
+
+def _learnable(rows: Any, name: str, columns: Sequence[str]) -> Any:
+    marked = next((column for column in ("labels", "loss_mask") if column in columns), None)
+    if marked is None or isinstance(rows, datasets.IterableDataset):
+        return rows
+    nothing = IGNORED if marked == "labels" else 0
+    # The first token is predicted by nothing.
+    kept = [
+        i for i, marks in enumerate(_marks(rows, marked)) if marks is None or (np.asarray(marks)[1:] != nothing).any()
+    ]
+    if not kept:
+        raise ValueError(
+            f"none of the {len(rows)} rows of {name} has a token to learn from: their {marked} are {nothing} "
+            "everywhere, or all but the first"
+        )
+    if len(kept) == len(rows):
+        return rows
+    _log.warning("%s: left out %d of %d rows with no token to learn from", name, len(rows) - len(kept), len(rows))
+    return rows.select(kept) if isinstance(rows, datasets.Dataset) else [rows[i] for i in kept]
+
+
+def _marks(rows: Any, column: str) -> Iterator[Any]:
+    if not isinstance(rows, datasets.Dataset):
+        yield from (row.get(column) for row in rows)
+        return
+    for batch in rows.select_columns([column]).with_format("numpy").iter(1000):
+        yield from batch[column]

@@ -39,10 +39,10 @@ def features(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation before writing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Save what a base computes on a recipe's data, to train without the base.
+    """Save what a base computes on a recipe's data.
 
-    `specheads train RECIPE features=DIR` then trains on it. A stopped run resumes where it was. On several GPUs:
-    accelerate launch train/features.py RECIPE.
+    `specheads train RECIPE features=DIR` then trains on it, without the base. A stopped run resumes where it was. On
+    several GPUs: accelerate launch train/features.py RECIPE.
 
     \b
     Examples:

@@ -44,7 +44,7 @@ class _Group(typer.core.TyperGroup):
 
 class _App(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Any:
-        return super().command(name, cls=Command, **options)
+        return super().command(name, **{"cls": Command, **options})
 
 
 app = _App(

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Json, Overrides, Recipe, app, emit
+from specheads_cli.recipe_options import RecipeCommand
 from specheads_cli.shipped import find_recipe
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def features(
     recipe: Recipe,
     overrides: Overrides = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Json, NewTokens, Overrides, Recipe, app, emit, refuse_file
+from specheads_cli.recipe_options import RecipeCommand
 from specheads_cli.shipped import find_recipe
 
 
@@ -47,7 +48,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,

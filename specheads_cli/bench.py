@@ -122,8 +122,9 @@ def bench(
     peers = command.parse_peers(peer)
     if categories is not None and not prompts:
         raise ValueError("--categories chooses among those of a file; give --prompts FILE")
-    command.refuse_absent_peers([*(decoder or []), reference], peers)  # and bad text, before a model loads
-    models, folder = command.load(model, checkpoints, base, dtype, device)
+    folder = command.heads_folder(model, checkpoints)
+    command.check_decoders([*(decoder or []), reference], peers, folder)  # before a model loads
+    models = command.load(model or base or f"{folder}/base", base if model else None, dtype, device)
     texts = tuple(decoder or command.default_decoders(models, folder, peers))
     options = BenchOptions(
         tuple(expand(texts, tuple(tree or ()), tuple(accept or ()), compile=compile)), reference, sizes, temperatures,

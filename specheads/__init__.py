@@ -1,7 +1,13 @@
 """specheads: train draft heads for any Hugging Face language model, and get the same text several times faster."""
 
 import importlib
+import sys
 from typing import Any
+
+if sys.argv[:1] == ["-m"] and "specheads" in sys.orig_argv:  # `python -m specheads` imports this before its __main__
+    from specheads_cli.interrupt import listen
+
+    listen("specheads")
 
 from specheads.decoding.acceptance import (
     Acceptance,

@@ -21,6 +21,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from specheads.options import reason
 
+_SHIPPED = Path(__file__).resolve().parents[1] / "checkpoints"  # in a clone; a wheel has none
 THERE, ABSENT, UNREACHABLE = "there", "absent", "unreachable"
 _HOLDS = 60.0  # seconds for which the hub's answer is cached
 _answers: dict[Any, tuple[float, tuple[str, str]]] = {}
@@ -47,8 +48,10 @@ def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
             f"there is no {name} here: the models in checkpoints/ come with the repository, not with the wheel; start "
             "in its folder, or name a model of your own; `specheads demo` trains a head in runs/demo"
         )
+    if "://" in name:
+        raise FileNotFoundError(f"{name} is an address; give a folder or a hub id, such as owner/name")
     what = "folder" if kind == "model" else "file or folder"
-    absent = f"no such {what}: {name}{did_you_mean(name)}"
+    absent = f"no such {what}: {name}{did_you_mean(name, kind)}"
     downloaded = _is_repository(name) and _downloaded(name, kind, hub.get("cache_dir"))
     # If the part before the last / is a local folder, it is a path: checkpoints/bas is misspelt, not a repository.
     if not downloaded and (not _is_repository(name) or ("/" in name and Path(name).parent.is_dir())):
@@ -68,10 +71,15 @@ def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
     raise FileNotFoundError(f"{absent}, and the hub cannot be asked for it ({why})")
 
 
-def did_you_mean(name: str) -> str:
-    """` (did you mean PATH?)` with the existing path nearest to `name`; "" if none is near."""
+def did_you_mean(name: str, kind: str = "file") -> str:
+    """` (did you mean PATH?)` with the existing path nearest to `name`; "" if none is near. kind "model": the name
+    alone of a shipped one counts, too."""
     near = _nearest(Path(name).expanduser())
-    return f" (did you mean {near}?)" if near not in (None, Path(name)) else ""
+    if near is None and kind == "model" and Path(name).name == name and _SHIPPED.is_dir():
+        near = _nearest(_SHIPPED / name)
+    if near in (None, Path(name), _SHIPPED):
+        return ""
+    return f" (did you mean {near.relative_to(Path.cwd()) if near.is_relative_to(Path.cwd()) else near}?)"
 
 
 def _nearest(path: Path) -> Path | None:

@@ -84,14 +84,21 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def print_table(console: Console, shown: Table) -> None:
-    """Print a complete table. If there is too little space, columns become as narrow as their longest word; lines that
-    are still wider than the console continue on the next line."""
+    """Print a complete table. If there is too little space, columns become as narrow as their longest word, then the
+    gaps between them narrow, too; lines that are still wider than the console continue on the next line."""
     endless = console.options.update_width(1000)
-    if console.measure(shown, options=endless).maximum > console.width:
-        shown.padding = (0, 1, 0, 0)
+
+    def width() -> int:
+        return console.measure(shown, options=endless).maximum
+
+    if width() > console.width:
         for column in shown.columns:
             column.width = column.min_width
-        shown.width = console.measure(shown, options=endless).maximum
+        for gap in (1, 0):  # besides the box's own
+            shown.padding = (0, gap, 0, 0)
+            if width() <= console.width:
+                break
+        shown.width = width()
     console.print(shown, crop=False, soft_wrap=False)
 
 

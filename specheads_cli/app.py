@@ -21,6 +21,7 @@ from specheads_cli.complete import (
     complete_usages,
     complete_words,
 )
+from specheads_cli.help import Command, in_order
 
 DEBUG = "SPECHEADS_DEBUG"
 OFF = ("", "0", "f", "false", "n", "no", "off")  # values with which an environment variable, as Typer reads it, is off
@@ -37,8 +38,16 @@ class _Group(typer.core.TyperGroup):
         except KeyboardInterrupt as error:  # Typer would exit with 130 and no message
             raise Stopped(str(error)) from None
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        return in_order([*self.commands])
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": Command, **options})
+
+
+app = _App(
     name="specheads", cls=_Group, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip
@@ -168,22 +177,20 @@ def root(
 ) -> None:
     """Train draft heads for a frozen language model and decode with them: the same text, several times faster.
 
+    In these examples my/model is any language model, by path or hub id, and out/head a head that `train` saved. In a
+    clone of the repository checkpoints/eagle3 is one.
+
     \b
     Examples:
       specheads doctor
       specheads demo
       specheads recipes
-      specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
-      specheads chat checkpoints/eagle3
-      specheads train eagle3 base=my/model data.train=my.jsonl
+      specheads train eagle3 base=my/model data.train=my.jsonl training.output_dir=out/head
       specheads curves runs/a runs/b --out compare.png
-      specheads features eagle3 --output features/llama
-      specheads evaluate checkpoints/eagle3 --num-prompts 8
-      specheads bench --batch 1 --temperature 0
-      specheads sweep sweep_rules --head out/head
-      specheads calibrate out/head --data my.jsonl --save
-      specheads tune checkpoints/eagle3
-      specheads info checkpoints/eagle3
+      specheads generate out/head --prompt "def fibonacci(n):" --color-depth
+      specheads chat out/head
+      specheads evaluate out/head --num-prompts 8
+      specheads bench out/head --batch 1 --temperature 0
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model
     """

@@ -17,7 +17,8 @@ def bench(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="Head checkpoint or plain Hugging Face model (default: the shipped base and heads)."
+            metavar="[MODEL]",
+            help="Head checkpoint or plain Hugging Face model (default, in a clone: the shipped base and heads).",
         ),
     ] = None,
     decoder: Annotated[
@@ -93,23 +94,23 @@ def bench(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Measure decoders against one another: speed, accepted length, where the time goes, whether the text is the same.
+    """Race decoders: speed, accepted length, the same text or not.
 
-    All decoders run on the same prompts in one process, batch by batch in turn, after a warm-up; with --turns steps,
-    step by step. Each finished round is saved in OUT/results.jsonl: after Ctrl-C the tables show what is done, and the
-    same command resumes. OUT gets bench.json with all samples, bench.md and bench.png.
+    In a clone it needs no MODEL, and `-d eagle3` is the shipped head of that name. All decoders run on the same prompts
+    in one process, batch by batch in turn, after a warm-up; with --turns steps, step by step. Each finished round is
+    saved in OUT/results.jsonl: after Ctrl-C the tables show what is done, and the same command resumes. OUT gets
+    bench.json with all samples, bench.md and bench.png.
 
     \b
     Examples:
-      specheads bench
       specheads bench out/head --batch 1 --temperature 0 --num-prompts 16 --repeats 1
-      specheads bench -d eagle3 --tree chain:3 --tree chain:5 --tree static:16 --accept exact --accept typical
-      specheads bench --compile -d plain -d lookup -d "eagle3 tree=chain:5"
-      specheads bench -d eagle3 -d "eagle3 refill" --reference eagle3 --batch 8 --queue 64 --max-new-tokens 32-256
-      specheads bench --turns steps --reference plain -d plain -d "eagle3 auto" --batch 8 --temperature 0.8
-      specheads bench --peer openvino=ov/bin/python -d openvino -d openvino:5:out/eagle3 -d eagle3
+      specheads bench out/head -d head --tree chain:3 --tree chain:5 --tree static:16 --accept exact --accept typical
+      specheads bench out/head --compile -d plain -d lookup -d "head tree=chain:5"
+      specheads bench out/head -d head -d "head refill" --reference head --batch 8 --queue 64 --max-new-tokens 32-256
+      specheads bench out/head --turns steps --reference plain -d plain -d "head auto" --batch 8 --temperature 0.8
+      specheads bench out/head --peer openvino=ov/bin/python -d openvino -d openvino:5:out/head -d head
       specheads bench org/model -d transformers-assisted:org/small -d model:org/small --prompts question.jsonl
-      specheads bench runs/e3 --batch 1 --temperature 0 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --chat
+      specheads bench out/head --batch 1 --temperature 0 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --chat
     """
     from specheads.bench.compare.decoder_texts import expand
     from specheads.bench.compare.prompt_sets import default_sets, sets_from
@@ -128,8 +129,9 @@ def bench(
     if (categories is not None or chat) and not prompts:
         name = "--chat is for" if categories is None else "--categories chooses among"
         raise ValueError(f"{name} the prompts of a file; give --prompts FILE")
-    command.refuse_absent_peers([*(decoder or []), reference], peers)  # and bad text, before a model loads
-    models, folder = command.load(model, checkpoints, base, dtype, device)
+    folder = command.heads_folder(model, checkpoints)
+    command.check_decoders([*(decoder or []), reference], peers, folder)  # before a model loads
+    models = command.load(model or base or f"{folder}/base", base if model else None, dtype, device)
     texts = tuple(decoder or command.default_decoders(models, folder, peers))
     options = BenchOptions(
         tuple(expand(texts, tuple(tree or ()), tuple(accept or ()), compile=compile)), reference, sizes, temperatures,

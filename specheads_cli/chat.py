@@ -23,7 +23,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message that the conversation begins with.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens to generate.", show_default="128")
+        int | None, typer.Option(min=1, help="Maximum tokens to generate (default: 128).")
     ] = None,
     temperature: Temperature = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: a new one for each prompt).")] = None,
@@ -46,12 +46,13 @@ def chat(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and nothing else.")] = False,
 ) -> None:
-    """Answer prompts with several decoders, stream each answer, and compare speed, acceptance and text.
+    """Answer prompts with several decoders, and compare them.
 
     Each prompt is answered by the target alone and by the target with its drafter, one after the other with the same
-    seed; /ngram and /drafter add n-grams and the draft model alone. /help lists the commands and the settings. The
-    processors filter before they apply the temperature. The conversation continues from the first answer. A turn
-    stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the current step. Ctrl-D or /quit leaves.
+    seed, and their speed, acceptance and text are compared; /ngram and /drafter add n-grams and the draft model alone.
+    /help lists the commands and the settings. The processors filter before they apply the temperature. The conversation
+    continues from the first answer. A turn stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the current
+    step. Ctrl-D or /quit leaves.
 
     In a prompt \\n is a newline and \\t a tab; \\\\n is a backslash and an n. A backslash at the end of a line joins
     it to the next. Three double quotes begin and end a prompt of several lines, which is taken literally and may begin
@@ -60,10 +61,10 @@ def chat(
 
     \b
     Examples:
-      specheads chat checkpoints/eagle3
+      specheads chat out/head
       specheads chat my/model --assistant my/small-model --temperature 0.8 --seed 1
       specheads chat my/model --assistant my/small-model --like romsto --quantize 8bit
-      printf '/accept typical\\ndef f(x):\\n' | specheads chat checkpoints/eagle3 --no-chat --json
+      printf '/accept typical\\ndef f(x):\\n' | specheads chat out/head --no-chat --json
     """
     from dataclasses import replace
 

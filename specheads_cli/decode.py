@@ -59,11 +59,11 @@ def generate(
 
     \b
     Examples:
-      specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
+      specheads generate out/head --prompt "def fibonacci(n):" --color-depth
       specheads generate out/head --prompt-file question.txt --chat --temperature 0.7 --seed 1
-      cat file.py | specheads generate checkpoints/medusa --tree chain:4 --json
-      specheads generate checkpoints/eagle3 --prompt "class A" --accept fuzzy:js:0.2
-      specheads generate checkpoints/eagle3 --prompt "class A" --drafter auto:costs.json
+      cat file.py | specheads generate out/head --tree chain:4 --json
+      specheads generate out/head --prompt "class A" --accept fuzzy:js:0.2
+      specheads generate out/head --prompt "class A" --drafter auto:costs.json
       specheads generate google/flan-t5-large --assistant google/flan-t5-small --prompt "Translate to German: a house"
       specheads generate large --prompt "a" --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
     """
@@ -91,12 +91,12 @@ def info(
     path: Annotated[Path | None, typer.Argument(metavar="[PATH]", help="A head checkpoint.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a head checkpoint holds; without PATH, the same as `specheads doctor`.
+    """Show what a head checkpoint holds. Without PATH, the same as `specheads doctor`.
 
     \b
     Examples:
       specheads info
-      specheads info checkpoints/eagle3
+      specheads info out/head
       specheads info out/head --json
     """
     if path is None:

@@ -16,9 +16,10 @@ def doctor(
     network: Annotated[bool, typer.Option("--network", help="Also check whether the model hub answers.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show which packages are installed, missing or too old, which devices there are, and what will be fast or slow.
+    """Check what is installed, and what will be fast or slow here.
 
-    The exit status is 1 if a required package is missing, too old or does not load.
+    It lists the packages that are installed, missing or too old, and the devices. The exit status is 1 if a required
+    package is missing, too old or does not load.
 
     \b
     Examples:

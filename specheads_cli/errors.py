@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 CLIENTS = ("httpx", "httpx2")  # HTTP clients of the hub; their connection errors are not OSErrors
 
@@ -27,6 +28,26 @@ def report(
         message = error.said(flags or {}, typed) if hasattr(error, "said") else str(error)
     say(program, message)
     return 2
+
+
+def usage_error(error: Any, given: Sequence[str]) -> str:
+    """Typer's message for a command line that it could not parse, with the value it refused, and where to look."""
+    message, context, param = error.format_message(), error.ctx, getattr(error, "param", None)
+    if message.startswith("Invalid value for") and (value := value_after(getattr(param, "opts", ()), given)):
+        return f"{message}, not {value!r}"
+    if context is None or "Did you mean" in message or "Possible options" in message:
+        return message
+    usage = " ".join([context.command_path, *context.command.collect_usage_pieces(context)])
+    return f"{message.rstrip('.')}; usage: {usage} (--help says more)"
+
+
+def value_after(names: Collection[str], given: Sequence[str]) -> str | None:
+    """The value that an option, given by its names, has among these words; None if it has none."""
+    for word, after in zip(given, [*given[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else after or None
+    return None
 
 
 def say(program: str, message: str) -> None:

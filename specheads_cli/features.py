@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Json, Overrides, Recipe, app, emit
+from specheads_cli.recipe_options import RecipeCommand
 from specheads_cli.shipped import find_recipe
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def features(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -38,10 +39,10 @@ def features(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation before writing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Save what a base computes on a recipe's data, to train without the base.
+    """Save what a base computes on a recipe's data.
 
-    `specheads train RECIPE features=DIR` then trains on it. A stopped run resumes where it was. On several GPUs:
-    accelerate launch train/features.py RECIPE.
+    `specheads train RECIPE features=DIR` then trains on it, without the base. A stopped run resumes where it was. On
+    several GPUs: accelerate launch train/features.py RECIPE.
 
     \b
     Examples:

@@ -40,15 +40,16 @@ def export(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a head in the format of another program, with a README on how to serve it.
+    """Write a head in the format of another program.
 
-    If the format cannot hold the head, the error gives the reason and the formats that can.
+    A README beside it says how to serve it. If the format cannot hold the head, the error gives the reason and the
+    formats that can.
 
     \b
     Examples:
       specheads export out/head served --to vllm
-      specheads export checkpoints/eagle3 served --to llamacpp --gguf llama.cpp
-      specheads export checkpoints/medusa out/medusa --to vllm --base my/model
+      specheads export out/head served --to llamacpp --gguf llama.cpp
+      specheads export out/head served --to vllm --base my/model
     """
     from specheads.cli.commands import formats
 

@@ -56,16 +56,16 @@ def evaluate(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a drafter with real decoding: tokens/s, accepted length, and whether the text is the same.
+    """Measure a drafter with real decoding.
 
-    The drafter takes turns with transformers' generate() and with our own loop without drafts, greedily on the same
-    prompts. With --accept it also runs under that rule, beside the exact one. Rows with 'messages' go through the chat
-    template up to the user's first turn. A token counts as repeated text if the 8 tokens that end with it occurred
-    before in the same text.
+    The tables show tokens/s, accepted length, and whether the text is the same. The drafter takes turns with
+    transformers' generate() and with our own loop without drafts, greedily on the same prompts. With --accept it also
+    runs under that rule, beside the exact one. Rows with 'messages' go through the chat template up to the user's first
+    turn. A token counts as repeated text if the 8 tokens that end with it occurred before in the same text.
 
     \b
     Examples:
-      specheads evaluate checkpoints/eagle3
+      specheads evaluate out/head
       specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
       specheads evaluate out/head --prompts questions.txt --chat --batch-size 8
       specheads evaluate google/flan-t5-large --assistant google/flan-t5-small --prompts questions.txt
@@ -109,14 +109,15 @@ def parity(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the accepted length of real decoding with what training's forward computes for the same text.
+    """Compare real decoding's accepted length with training's.
 
-    Training runs this at its end, if the model is whole on one process. The exit status is 3 if the two differ.
+    Training's is what its forward computes for the text that was decoded. Training runs this at its end, if the model
+    is whole on one process. The exit status is 3 if the two differ.
 
     \b
     Examples:
-      specheads parity checkpoints/eagle3 --data my.jsonl
-      specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
+      specheads parity out/head --data my.jsonl
+      specheads parity out/head --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
     """
     from specheads.data.config import DataConfig
     from specheads.data.datasets import build_datasets
@@ -161,9 +162,10 @@ def calibrate(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Find the static tree that suits a head: the drafts that were right most often on data.
+    """Find the static tree that suits a head.
 
-    A larger tree accepts more and costs more to verify: choose the size by the printed table or with `evaluate --tree`.
+    It holds the drafts that were right most often on data. A larger tree accepts more and costs more to verify: choose
+    the size by the printed table or with `evaluate --tree`.
 
     \b
     Examples:

@@ -24,7 +24,9 @@ def recipes(
         bool, typer.Option("--json", help="Print the list, or the recipe and its text, as one JSON object.")
     ] = False,
 ) -> None:
-    """List the recipes that come with specheads, or print one: for train, features, sweep and accelerate launch.
+    """List the recipes that come with specheads, or print one.
+
+    They are for train, features, sweep and accelerate launch.
 
     \b
     Examples:

@@ -89,16 +89,16 @@ def sweep(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Measure drafters × rules × trees × temperatures: speed and accepted length against accuracy and divergence.
+    """Measure drafters × rules × trees × temperatures.
 
-    Each finished setting is saved in OUT/results.jsonl, and the same command resumes from there. Each rule takes turns
-    with the exact one, prompt by prompt, and its speed is a ratio to it. OUT gets sweep.json, sweep.csv, sweep.md and
-    sweep.png.
+    It sets speed and accepted length against accuracy and divergence. Each finished setting is saved in
+    OUT/results.jsonl, and the same command resumes from there. Each rule takes turns with the exact one, prompt by
+    prompt, and its speed is a ratio to it. OUT gets sweep.json, sweep.csv, sweep.md and sweep.png.
 
     \b
     Examples:
       specheads sweep sweep_rules --head out/head --out runs/rules
-      specheads sweep --head checkpoints/eagle3 --accept fuzzy:js --thresholds 0.02,0.05,0.1,0.2,0.4
+      specheads sweep --head out/head --accept fuzzy:js --thresholds 0.02,0.05,0.1,0.2,0.4
       specheads sweep --drafter model:small --base large --gamma 5,10,20 --top-k 1,50 --task prompts
       specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
       specheads sweep --head out/head --task gsm8k --data test.jsonl --chat --accept fuzzy:js,tv:0.1,0.3 --workers 2

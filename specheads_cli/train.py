@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Json, NewTokens, Overrides, Recipe, app, emit, refuse_file
+from specheads_cli.recipe_options import RecipeCommand
 from specheads_cli.shipped import find_recipe
 
 
@@ -21,9 +22,10 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the trained head.")] = Path("runs/demo"),
     as_json: Json = False,
 ) -> None:
-    """Train a head live, save and restore it, and race it against transformers' generate() and the shipped heads.
+    """Train a head in minutes, and race it.
 
-    If no base came with the package, a tiny one is trained first, in a minute or two.
+    The head is saved, restored, and raced against transformers' generate() and the shipped heads. If no base came with
+    the package, a tiny one is trained first, in a minute or two.
 
     \b
     Examples:
@@ -46,7 +48,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -54,13 +56,13 @@ def train(
         bool, typer.Option("--dry-run", help="Estimate the memory and time of the run, print them and exit.")
     ] = False,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes for --dry-run.", show_default="the recipe's, or 1")
+        int | None, typer.Option(min=1, help="Number of processes for --dry-run (default: the recipe's, or 1).")
     ] = None,
     distributed: Annotated[
         str | None,
         typer.Option(
-            help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3.",
-            show_default="the recipe's, or ddp for several",
+            help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3 (default: the recipe's, or ddp for "
+            "several).",
         ),
     ] = None,
     device: Annotated[
@@ -77,7 +79,9 @@ def train(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a draft head from a recipe: in this process or, under `accelerate launch`, in one process per GPU.
+    """Train a draft head from a recipe.
+
+    It runs in this process or, under `accelerate launch`, in one process per GPU.
 
     \b
     Examples:
@@ -112,10 +116,11 @@ def curves(
     out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("curves.png"),
     as_json: Json = False,
 ) -> None:
-    """Draw the accepted length of training runs in one figure, by supervised tokens seen and by CPU time.
+    """Draw the accepted length of training runs in one figure.
 
-    Bands are 95 % intervals over the batches that were counted: of the held-out rows where a run was evaluated, else of
-    the training batches. Runs are named at the ends of their lines.
+    It is drawn by supervised tokens seen and by CPU time. Bands are 95 % intervals over the batches that were counted:
+    of the held-out rows where a run was evaluated, else of the training batches. Runs are named at the ends of their
+    lines.
 
     \b
     Examples:

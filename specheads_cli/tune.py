@@ -52,19 +52,18 @@ def tune(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what a decoding step costs on this machine, for `--drafter auto` and draft="auto".
+    """Measure what a decoding step costs on this machine.
 
-    It times verification over nodes and context length, drafting over levels, and the rest of the loop, and writes one
-    small file that generate() finds by base, head, device, dtype, batch size and whether steps are compiled.
-    generate() never measures by itself.
-    Let nothing else run meanwhile.
+    The costs are for `--drafter auto` and draft="auto". It times verification over nodes and context length, drafting
+    over levels, and the rest of the loop, and writes one small file that generate() finds by base, head, device, dtype,
+    batch size and whether steps are compiled. generate() never measures by itself. Let nothing else run meanwhile.
 
     \b
     Examples:
-      specheads tune checkpoints/eagle3
-      specheads tune checkpoints/eagle3 --compile
+      specheads tune out/head
+      specheads tune out/head --compile
       specheads tune out/head --batch 8 --dtype bfloat16
-      specheads tune checkpoints/eagle3 checkpoints/medusa --search texts.json
+      specheads tune out/eagle3 out/medusa --search texts.json
       specheads tune out/head --output costs.json
     """
     from specheads.bench.tune import TuneConfig

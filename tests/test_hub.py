@@ -266,6 +266,14 @@ def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
     assert needs_teacher and "for org/slow …" in needs_teacher[0]
 
 
+@pytest.mark.parametrize("command", ["generate {} --prompt a", "chat {}", "evaluate {}", "tune {}", "info {}",
+                                     "export {} out --to vllm", "parity {} --data a.jsonl", "bench . -d {}",
+                                     "sweep --head {}"])  # fmt: skip
+def test_the_name_alone_of_a_shipped_head_is_answered_with_its_path(command, capsys, no_network):
+    code, out, err = run(capsys, *command.format("egle3").split())
+    assert (code, out) == (2, "") and f"(did you mean {ROOT / 'checkpoints' / 'eagle3'}?)" in err
+
+
 def test_a_drafter_that_is_nothing_is_told_with_the_names_there_are(no_network):
     models = Models(None, None)
     with pytest.raises(

@@ -20,29 +20,23 @@ tokenizer of an existing model.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 
-from transformers import HfArgumentParser
-
-from specheads.training.base_model.options import Options
-from specheads.training.base_model.run import train
-from specheads_cli.errors import report
+from specheads_cli.interrupt import listen
+from specheads_cli.script import options_from, run_script
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the docstring above verbatim."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    def work() -> None:
+        from specheads.training.base_model.options import Options
+        from specheads.training.base_model.run import train
 
+        train(options_from(Options, __doc__, arguments))
 
-def main() -> int:
-    parser = HfArgumentParser([Options], description=__doc__, formatter_class=HelpFormatter)  # type: ignore[list-item]
-    try:
-        (options,) = parser.parse_args_into_dataclasses()
-        train(options)
-    except Exception as error:
-        return report(error, "train/base_model.py")
-    return 0
+    return run_script("train/base_model.py", work)
 
 
 if __name__ == "__main__":
+    listen("train/base_model.py")
     sys.exit(main())

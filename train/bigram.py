@@ -10,24 +10,15 @@ The output is a JSON list: index = token id, value = next id, 0 = unknown. Use i
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, HfArgumentParser
-
-from specheads.data import corpus
-from specheads.data.config import DataConfig
-from specheads.data.rows import tokenize
-from specheads.data.sources import load_dataset_rows
-from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
-from specheads.hub import hub_options
-from specheads.models.base.loading import load_tokenizer
 from specheads_cli.app import refuse_folder
-from specheads_cli.errors import report
+from specheads_cli.interrupt import listen
+from specheads_cli.script import options_from, run_script
 
 
 @dataclass
@@ -44,6 +35,11 @@ class Options:
 
 def token_rows(options: Options, tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of every row of the source."""
+    from specheads.data import corpus
+    from specheads.data.config import DataConfig
+    from specheads.data.rows import tokenize
+    from specheads.data.sources import load_dataset_rows
+
     if options.source is None:
         if options.split not in ("train", "held_out"):
             raise ValueError(f"--split {options.split}: of the standard library it is train or held_out")
@@ -56,25 +52,26 @@ def token_rows(options: Options, tokenizer: Any) -> Iterator[list[int]]:
         yield tokenize(row, tokenizer, config)["input_ids"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = HfArgumentParser(
-        [Options],  # type: ignore[list-item]
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    (options,) = parser.parse_args_into_dataclasses(arguments)
-    try:
-        refuse_folder(Path(options.output), "--output")
-        hub = hub_options(options.base)
-        vocab_size = AutoConfig.from_pretrained(options.base, **hub).get_text_config(decoder=True).vocab_size
-        table = count_bigrams(token_rows(options, load_tokenizer(options.base, **hub)), vocab_size)
-        save_bigrams(table, options.output)
-    except Exception as error:
-        return report(error, "train/bigram.py")
+def count(options: Options) -> None:
+    from transformers import AutoConfig
+
+    from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
+    from specheads.hub import hub_options
+    from specheads.models.base.loading import load_tokenizer
+
+    refuse_folder(Path(options.output), "--output")
+    hub = hub_options(options.base)
+    vocab_size = AutoConfig.from_pretrained(options.base, **hub).get_text_config(decoder=True).vocab_size
+    table = count_bigrams(token_rows(options, load_tokenizer(options.base, **hub)), vocab_size)
+    save_bigrams(table, options.output)
     known = sum(follower > 0 for follower in table)
     print(f"saved {options.output}: a follower for {known} of {vocab_size} tokens")
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_script("train/bigram.py", lambda: count(options_from(Options, __doc__, arguments)))
 
 
 if __name__ == "__main__":
+    listen("train/bigram.py")
     sys.exit(main())

@@ -10,24 +10,25 @@ recipe are given as key=value, as for train/heads.py.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelerate import PartialState
-
-from specheads.cli.commands.features import run, summary
-from specheads.training.distributed.launch import wait_for_all
-from specheads.training.features.plan import DTYPES, SaveOptions
-from specheads_cli.errors import report
+from specheads_cli.interrupt import listen
+from specheads_cli.script import RecipeParser, run_script
 from specheads_cli.shipped import find_recipe
 
+FLAGS = ("output", "taps", "dtype", "teacher_probs", "batch_size", "shard_mb", "yes")
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+
+def save(arguments: Sequence[str] | None) -> None:
+    from accelerate import PartialState
+
+    from specheads.cli.commands.features import run, summary
+    from specheads.training.distributed.launch import wait_for_all
+    from specheads.training.features.plan import DTYPES, SaveOptions
+
+    parser = RecipeParser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to resume")
     parser.add_argument("--taps", help="layers to save, such as 2,16,29 (default: those that the recipe's head reads)")
     parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto: the base's")
@@ -39,19 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="approximate megabytes per file")
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation of the disk space")
     options = vars(parser.parse_intermixed_args(arguments))
-    flags = {*options} - {"recipe", "overrides"}
-    try:
-        saved = run(
-            find_recipe(options.pop("recipe"), "train"), options.pop("overrides"), options.pop("output"), **options
-        )
-    except Exception as error:
-        return report(error, "train/features.py", {name: f"--{name}" for name in flags})
+    file = find_recipe(options.pop("recipe"), "train")
+    saved = run(file, options.pop("overrides"), options.pop("output"), **options)
     if PartialState().is_main_process:
         print(summary(saved))
     wait_for_all(PartialState())
     PartialState().destroy_process_group()
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_script("train/features.py", lambda: save(arguments), FLAGS)
 
 
 if __name__ == "__main__":
+    listen("train/features.py")
     sys.exit(main())

@@ -21,16 +21,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from specheads.cli.commands import train as command
-from specheads.training.distributed.launch import KINDS
-from specheads_cli.errors import report
+from specheads_cli.interrupt import listen
+from specheads_cli.script import RecipeParser, run_script
 from specheads_cli.shipped import find_recipe
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+def train(arguments: Sequence[str] | None) -> int:
+    from specheads.cli.commands import train as command
+    from specheads.training.distributed.launch import KINDS
+
+    parser = RecipeParser(__doc__)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--dry-run", action="store_true", help="print an estimate of what the run will take, and stop")
     parser.add_argument(
@@ -43,18 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: this machine's)")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        recipe = find_recipe(options.recipe, "train")
-        if options.dry_run:
-            command.show_estimate(recipe, options.overrides, options.processes, options.distributed, options.device)
-            return 0
-        command.refuse_without_dry_run(
-            processes=options.processes, distributed=options.distributed, device=options.device
-        )
-        return command.run(recipe, options.overrides, "train/heads.py")
-    except Exception as error:
-        return report(error, "train/heads.py")
+    recipe, of_a_dry_run = (
+        find_recipe(options.recipe, "train"),
+        (options.processes, options.distributed, options.device),
+    )
+    if options.dry_run:
+        command.show_estimate(recipe, options.overrides, *of_a_dry_run)
+        return 0
+    command.refuse_without_dry_run(**dict(zip(("processes", "distributed", "device"), of_a_dry_run, strict=True)))
+    return command.run(recipe, options.overrides, "train/heads.py")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_script("train/heads.py", lambda: train(arguments))
 
 
 if __name__ == "__main__":
+    listen("train/heads.py")
     sys.exit(main())

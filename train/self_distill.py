@@ -25,39 +25,23 @@ started again with the same options.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
 
-from transformers import HfArgumentParser
-
-from specheads.training.self_distill.options import Options
-from specheads.training.self_distill.run import run
-from specheads_cli.errors import report
-
-
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring verbatim, and the default of each option that has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+from specheads_cli.interrupt import listen
+from specheads_cli.script import options_from, run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _Parser(cast(Any, [Options]), description=__doc__, formatter_class=_Help)
-    try:
-        (options,) = parser.parse_args_into_dataclasses(None if arguments is None else list(arguments))
-        run(options)
-    except Exception as error:
-        return report(error, "train/self_distill.py")
-    return 0
+    def work() -> None:
+        from specheads.training.self_distill.options import Options
+        from specheads.training.self_distill.run import run
+
+        run(options_from(Options, __doc__, arguments))
+
+    return run_script("train/self_distill.py", work)
 
 
 if __name__ == "__main__":
+    listen("train/self_distill.py")
     sys.exit(main())

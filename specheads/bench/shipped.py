@@ -35,6 +35,12 @@ def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, A
     return model, AutoTokenizer.from_pretrained(base)
 
 
+def names_in(folder: Path | None) -> list[str]:
+    """The names by which `bench` knows the heads and draft models in a folder; [] for None."""
+    found = [] if folder is None else sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return [name for name in found if name != "base"]
+
+
 def held_out_names(base: Path) -> list[str]:
     """The files that the base was not trained on, as recorded with it, else by the default rule."""
     recorded = base / "held_out.txt"

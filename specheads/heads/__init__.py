@@ -12,7 +12,7 @@ from specheads.heads.mtp.head import MtpHead
 from specheads.heads.parallel.config import ParallelConfig
 from specheads.heads.parallel.head import ParallelHead
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.options import shown
+from specheads.options import refuse_unknown, shown
 
 HEADS: dict[str, type[DraftHead]] = {
     head.Config.kind: head for head in (MedusaHead, HydraHead, EagleHead, Eagle3Head, MtpHead, ParallelHead)
@@ -21,8 +21,11 @@ HEADS: dict[str, type[DraftHead]] = {
 
 def head_kind(name: object) -> str:
     """`name`, if it is a kind of head. ValueError otherwise."""
-    if not isinstance(name, str) or name not in HEADS:
+    if isinstance(name, type) and issubclass(name, HeadConfig):
+        raise ValueError(f"{name.__name__} is the class of a head's config; give one of its objects: {name.__name__}()")
+    if not isinstance(name, str):
         raise ValueError(f"unknown head {shown(name)}; known: {', '.join(HEADS)}")
+    refuse_unknown([name], HEADS, "head")
     return name
 
 

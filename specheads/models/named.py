@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from specheads.options import nearest, shown
 
 logger = hf_logging.get_logger(__name__)
 QUANTIZE = {"4bit": 4, "8bit": 8}
+KNOWN = ("auto", "head", "model", *DRAFTERS, "cascade")  # drafters that are no checkpoints
 
 
 @dataclass
@@ -98,11 +100,9 @@ class Models:
 
     def _load(self, name: str) -> Drafter:
         kind, _, rest = name.partition(":")
-        known = ["auto", "head", "model", *DRAFTERS]
         if not name or (kind == "model" and name != "model" and not rest):
-            raise ValueError(f"drafter {name!r} lacks a name: give model:PATH, a checkpoint, or {', '.join(known)}")
-        if kind not in known and (near := nearest(name, known)) and "/" not in name and not Path(name).exists():
-            raise ValueError(f"unknown drafter {shown(name)}; did you mean {near!r}?")
+            raise ValueError(f"drafter {name!r} lacks a name: give model:PATH, a checkpoint, or {', '.join(KNOWN)}")
+        refuse_unknown_name(name, KNOWN, "drafter")
         if name in ("head", "model"):
             how = "a head checkpoint as MODEL" if name == "head" else "--assistant SMALL_MODEL"
             raise ValueError(f"there is no {name} to draft with: start with {how}, or name a checkpoint")
@@ -115,14 +115,23 @@ class Models:
             return self.draft_model(rest, through_text=False)
         if kind in DRAFTERS:
             return DRAFTERS.build(name, vocab_size=text_config(self.target).vocab_size)
-        try:
-            is_head = holds_head(name)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}; without a checkpoint: {', '.join(known)}") from error
-        if is_head:
+        if holds_head(name):
             refuse_adapters(name)
             return load_head(self.target, name, dtype=self.target.dtype).head
         return self.draft_model(name)
+
+
+def refuse_unknown_name(name: str, known: Sequence[str], what: str) -> None:
+    """ValueError or FileNotFoundError for a name, as of a drafter, that is neither in `known`, before its colon, nor a
+    checkpoint here or on the hub. what: the kind of name, for the message."""
+    if (kind := name.partition(":")[0]) in known:
+        return
+    if "/" not in name and not Path(name).exists() and (near := nearest(kind, known)):
+        raise ValueError(f"unknown {what} {shown(name)}; did you mean {near!r}?")
+    try:
+        hub_options(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; without a checkpoint: {', '.join(known)}") from error
 
 
 def holds_head(source: str) -> bool:

@@ -116,13 +116,13 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
     beside = None
     if path := _find(source, CONFIG, hub):
         with open(path, "rb") as file:
-            beside = _parsed(file.read(MOST_JSON + 1), path)
+            beside = _parsed(file.read(MOST_JSON + 1), path, source)
     weights = _find(source, WEIGHTS, hub)
     if weights is None:
         raise CheckpointError(f"{source} has no {WEIGHTS}: it is not a head checkpoint, or an unfinished one")
     shapes, metadata = read_header(weights)
     text = metadata.get("specheads_config")
-    stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
+    stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}", source), beside, source)
     if stored is None:
         raise CheckpointError(f"{source} has no {CONFIG}, and no config in the header of {WEIGHTS}")
     known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, *_VALUES)}
@@ -208,7 +208,7 @@ def _same(one: object, other: object) -> bool:
         return False
 
 
-def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
+def _parsed(text: str | bytes, where: Any, source: Any) -> dict[str, Any]:
     if len(text) > MOST_JSON:
         raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; a head's has thousands")
     try:
@@ -219,7 +219,8 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
     if kind != SpecConfig.model_type:
         refuse_unread_kind(where, stored if isinstance(stored, dict) else {})
         raise CheckpointError(
-            f"{where} is not the config of a draft head (model_type={shown(kind)}); give a base model a head with "
+            f"{where} is not the config of a draft head (model_type={shown(kind)}); for a base model train one, "
+            f"`{shlex.join(['specheads', 'train', 'eagle3', f'base={source}'])}`, or begin one in Python with "
             "specheads.convert()"
         )
     known = {*_TABLES, *_NAMES, *_VALUES, "model_type", "architectures", *WITHOUT_EFFECT}
@@ -255,10 +256,12 @@ def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
                 f"{folder} has no {WEIGHTS}; its pickles {pickles} are not loaded, since a pickle can run code"
             )
         return None
-    if folder.is_file() or not may_be_repository(str(source)):
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; give the folder of a checkpoint")
+    if not may_be_repository(str(source)):
         raise CheckpointError(
             f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id (owner/name)"
-            f"{did_you_mean(str(source))}"
+            f"{did_you_mean(str(source), 'model')}"
         )
     try:
         options = {**hub_options(source, **hub), **hub}

@@ -151,7 +151,7 @@ def writing(path: Path, output_dir: Any) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise TrainingError(
-            f"{path} could not be written ({reason}); {resume_hint(output_dir)}, once there is room"
+            f"{path} could not be written ({reason}); once there is room, start again; {resume_hint(output_dir)}"
         ) from error
 
 

@@ -56,7 +56,6 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
         ("eagle3 tree=chain:3 tree=chain:5", "given twice"),
         ("plain tree=chain:5", "plain drafts nothing"),
         ("eagle3 auto tree=chain:5", "auto chooses the tree"),
-        ("transformer-static", "did you mean 'transformers-static'"),
         ("'eagle3", "quotation"),
         ("transformers tree=chain:5", "tree"),
         ("transformers-lookup:many", "many"),

@@ -113,3 +113,9 @@ def test_the_default_sets_have_at_least_fifty_prompts_each_where_all_packages_ar
     sets = default_sets(Letters(), 64, 64)
     assert [len(one.ids) for one in sets] == [64, 64] and set(sets[1].categories) <= set(PACKAGES)
     assert {len(ids) for one in sets for ids in one.ids} == {64}
+
+
+def test_categories_of_a_file_that_has_none_are_refused(tmp_path):
+    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match=r"--categories: the prompts of .*lines.txt have none; leave it out"):
+        sets_from([tmp_path / "lines.txt"], None, None, ["writing"])

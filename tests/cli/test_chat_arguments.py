@@ -158,6 +158,7 @@ def test_no_error_of_a_command_costs_the_models_that_are_loaded(piped, monkeypat
 
     monkeypatch.setattr("specheads.models.named.load_head", fail)
     monkeypatch.setattr("specheads.models.named.refuse_adapters", lambda name: None)
+    monkeypatch.setattr("specheads.models.named.refuse_unknown_name", lambda *given: None)
     monkeypatch.setattr("specheads.models.named.holds_head", lambda name: "eagle3" in name)
     code, err = piped("/drafter other/eagle3\n/length 3\n")
     assert code == 1

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -58,7 +59,13 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("generate {head} --prompt a --temperature -0.5", "temperature"),
         ("generate {head} --prompt a --top-p 0.9", "--temperature above 0"),
         ("generate {head}", "no prompt"),
-        ("generate", "MODEL"),
+        ("generate", "Missing argument 'MODEL'; usage: specheads generate [OPTIONS] MODEL"),
+        ("generate {head} a", "unexpected extra argument(s) (a); usage: specheads generate [OPTIONS] MODEL"),
+        ("generate {head} --prompt a --seed x", "'--seed': Input should be a valid integer, unable"),
+        ("generate {head} --prompt a --seed=x", "not 'x'"),
+        ("generate https://huggingface.co/org/model --prompt a", "is an address; give a folder or a hub id"),
+        ("generate {head}/config.json --prompt a", "config.json is a file; give the folder of a checkpoint"),
+        ("help", "No such command 'help'; usage: specheads [OPTIONS] COMMAND"),
         ("generate {head} --prompt ''", "no prompt"),
         ("generate {head} --prompt a --prompt-file b", "not both"),
         ("generate {head} --prompt-file {tmp}/absent.txt", "absent.txt"),
@@ -110,7 +117,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("generate {base} --prompt a --drafter cascade: --k-matrix [[5]]", "drafter '' lacks a name: give model:PATH"),
         ("generate {base} --prompt a --drafter cascade:lookup+ --k-matrix [[5,8],[0,8]]", "drafter '' lacks a name"),
         ("info {tmp}/absent", "absent "),
-        ("info {tmp}/latin.txt", "latin.txt is not a directory; give one that save_pretrained() wrote"),
+        ("info {tmp}/latin.txt", "latin.txt is a file; give the folder of a checkpoint"),
         (
             "train {tmp}/latin.txt a=1",
             "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3",
@@ -130,7 +137,32 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
             "sweep --head {head} --task humaneval --data {tmp}/ids.jsonl --no-plots --out {tmp}/sweep",
             "allow it with --run-code, best in a sandbox",
         ),
-        ("info {base}", "not the config of a draft head"),
+        ("info {base}", "for a base model train one, `specheads train eagle3 base={base}`"),
+        ("info {shipped}/latin", "{shipped}/latin is not a directory"),
+        (
+            "curves {shipped}",
+            "{shipped} is no training run: it has no trainer_state.json; give the training.output_dir",
+        ),
+        ("curves {tmp}/nome", "no such folder: {tmp}/nome (did you mean {tmp}/none?)"),
+        ("curves {tmp}", "did you mean {tmp}/run?"),
+        ("train eagle3 --learning_rate 1e-3", "did you mean training.learning_rate=1e-3? A recipe's options are given"),
+        ("train eagle3 --learning-rate=1e-3", "did you mean training.learning_rate=1e-3?"),
+        ("train eagle3 --lr 1e-3", "did you mean training.learning_rate=1e-3?"),
+        ("train --bf16 --dry-run eagle3", "did you mean training.bf16=…?"),
+        ("train eagle3 --procesess 2", "did you mean --processes?"),
+        ("train eagle3 --what", "no such option: --what"),
+        ("features eagle3 --data rows.jsonl", "did you mean data.train=rows.jsonl?"),
+        (
+            "train eagle3 base={base} data.train={tmp}/ids.jsonl training.output_dir={tmp}/latin.txt",
+            "latin.txt is a file",
+        ),
+        ("bench -d egle3", "unknown decoder 'egle3'; did you mean 'eagle3'?"),
+        ("bench -d plian", "did you mean 'plain'?"),
+        ("bench -d lokup", "did you mean 'lookup'?"),
+        ("bench --reference transfomers", "did you mean 'transformers'?"),
+        ("bench {head} -d medsua --checkpoints {shipped}", "did you mean 'medusa'?"),
+        ("bench -d cascade:lookup+ngram", "`specheads sweep --k-matrix` takes one"),
+        ("sweep --head lokup --base {base}", "unknown drafter 'lokup'; did you mean 'lookup'?"),
         ("train {tmp}/absent.yaml", "absent.yaml is neither a file"),
         ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
         ("demo --checkpoints {tmp}", "no base model at"),
@@ -144,6 +176,8 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tm
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "none").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trainer_state.json").touch()
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6]}\n{"input_ids": [5, 258]}\n')
     paths = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
@@ -223,15 +257,29 @@ def test_the_program_ends_with_the_exit_code_and_one_line():
     assert done.stderr == "specheads: No such command 'inffo'. Did you mean 'info'?\n"
 
 
-def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+PROGRAMS = {
+    "specheads_cli": ["-m", "specheads_cli", "info", "somewhere"],
+    "specheads": ["-m", "specheads", "info", "somewhere"],  # Python imports the package before its __main__
+    "heads": ["train/heads.py", "eagle3"],
+    "features": ["train/features.py", "eagle3", "--output", "nowhere"],
+    "self_distill": ["train/self_distill.py", "--base", "a", "--output", "b"],
+    "bigram": ["train/bigram.py", "--base", "a", "--output", "b"],
+    "base_model": ["train/base_model.py", "--output_dir", "a"],
+}
+
+
+@pytest.mark.parametrize("words", PROGRAMS.values(), ids=PROGRAMS)
+def test_ctrl_c_while_torch_is_imported_is_one_line(words, tmp_path):
     """However the import takes it: here as numpy may, which loses the interrupt and fails on something else."""
     (tmp_path / "torch.py").write_text(
         "import os, signal\n"
         "try: os.kill(os.getpid(), signal.SIGINT)\n"
         "except KeyboardInterrupt: raise ImportError('cannot load module more than once per process') from None\n"
     )
-    listening = "import signal, specheads_cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command = [sys.executable, "-c", listening + "specheads_cli.main()", "info", "somewhere"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "specheads: stopped\n")
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, env=environment, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it is ignored
+    )  # fmt: skip
+    program = words[0] if words[0].endswith(".py") else "specheads"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{program}: stopped\n")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import specheads_cli as cli
+from specheads.cli.commands import generate
 from specheads.models.convert import convert
 from tests.support.command_line import CONTROL, run
 from tests.support.tiny_models import tiny_llama
@@ -33,6 +34,25 @@ def test_the_text_goes_to_stdout_whole_and_plain_without_a_terminal(how, shipped
     code, out, err = run(capsys, *ask, *how)
     assert code == 0 and out == wanted + "\n"
     assert "24 tokens in" in err and "accepted length" in err and not CONTROL.search(err)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("too late")])
+def test_a_text_that_breaks_off_ends_its_line(error, shipped, capsys, monkeypatch):
+    """So that what is said of it begins a line; if nothing was printed, stdout stays empty."""
+    shown = [torch.tensor([[5, 6]]), torch.tensor([7]), torch.tensor([8])]
+
+    def breaks(*args, streamer, **kwargs):
+        for ids in shown:
+            streamer.put(ids)
+        raise error
+
+    monkeypatch.setattr(generate, "generate", breaks)
+    ask = ("generate", shipped / "medusa", "--prompt", "x = ")
+    code, out, err = run(capsys, *ask)
+    assert code in (2, 130) and out.endswith("\n") and len(out) > 1
+    assert err.splitlines()[-1] == f"specheads: {error if code == 2 else 'stopped'}"
+    del shown[1:]
+    assert run(capsys, *ask)[1] == ""
 
 
 def test_a_prompt_comes_from_a_file_or_from_stdin_too(shipped, tmp_path, capsys, monkeypatch):

@@ -13,12 +13,17 @@ from specheads.bench import report
 from specheads.cli import token_stream
 from specheads.cli.chat import view
 from specheads.cli.chat.comparison import COLUMNS
+from specheads.cli.chat.settings import COMMANDS, Settings
 from specheads.cli.chat.steps import Watched
 from specheads.decoding.text import TextPieces
 from specheads.decoding.tree import DraftTree
 
 TABLES = {
     "comparison": (COLUMNS, ("head", "96", "178.1", "2.00×", "123/456 (27%)", "2.10", "differs", "the target's")),
+    "stopped": (
+        COLUMNS,
+        ("speculative (stopped)", "128", "1178.1", "12.00×", "1123/1456 (77%)", "12.10", "differs", "lossless"),
+    ),
     "evaluate": (report.PART_COLUMNS, ("our loop, no drafts", "123.4", "0.98×", "1.00", "123.4", "0.98×", "1.00")),
 }
 
@@ -130,6 +135,17 @@ def test_names_of_rules_and_matrices_are_shown_as_they_are(is_terminal, monkeypa
     with terminal.progress(console, name) as tell:
         tell(1.0, name)
     assert file.getvalue().count(name) >= 3 and "📺" not in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_list_of_commands_cuts_nothing(width):
+    file = io.StringIO()
+    view.commands(Console(file=file, width=width, force_terminal=True, color_system=None, markup=False), Settings())
+    shown = file.getvalue()
+    for name, command in COMMANDS.items():
+        words = f"/{name} {command.usage} {command.value(Settings())} {command.meaning}".split()
+        assert all(word in shown.split() for word in words), name
+    assert max(map(len, shown.splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

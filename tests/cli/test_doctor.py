@@ -123,6 +123,16 @@ def test_the_hub_is_asked_if_it_is_asked_for_and_may_be_out_of_reach(capsys, mon
     assert "not asked" in json.loads(run(capsys, "doctor", "--network", "--json")[1])["hub"]
 
 
+@pytest.mark.parametrize(("loaded", "memory", "auto"), [
+    (torch.float32, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
+    (None, "8B parameters takes 16 GB in bfloat16", "the checkpoint's"),
+])  # fmt: skip
+def test_memory_is_counted_in_the_dtype_that_auto_loads(loaded, memory, auto, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "placement", lambda dtype, device: (loaded, torch.device("cpu")))
+    record = json.loads(run(capsys, "doctor", "--json")[1])
+    assert memory in record["memory"] and record["dtype_auto"].startswith(auto)
+
+
 def test_the_lines_on_speed_say_what_to_do(monkeypatch):
     monkeypatch.setattr(machine, "bfloat16_is_fast", lambda device: False)
     assert "training.bf16=false" in machine._bfloat16()

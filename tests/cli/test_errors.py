@@ -18,23 +18,61 @@ SCRIPTS = {
     bigram: ["--base", "base", *OUTPUT],
     base_model: ["--output_dir", "out"],
 }
-WORK = {heads: "command.run", features: "run", self_distill: "run", bigram: "hub_options", base_model: "train"}
+WORK = {
+    heads: "specheads.cli.commands.train.run", features: "specheads.cli.commands.features.run",
+    self_distill: "specheads.training.self_distill.run.run", bigram: "specheads.hub.hub_options",
+    base_model: "specheads.training.base_model.run.train",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_script_ends_in_one_line_if_the_connection_breaks(script, monkeypatch, capsys):
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
+def ended_by(request, monkeypatch, capsys):
+    """Run a script whose work raises this error → its exit code, its name and its lines on stderr."""
+
+    def run(error):
+        def fails(*args, **kwargs):
+            raise error
+
+        script = request.param
+        monkeypatch.setattr(WORK[script], fails)
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *SCRIPTS[script]])
+        return script.main(), f"{script.__name__.replace('.', '/')}.py", capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def test_a_script_ends_in_one_line_if_the_connection_breaks(ended_by):
     client = pytest.importorskip("httpx2")  # the errors of requests, as of older clients of the hub, are OSErrors
-
-    def breaks(*args, **kwargs):
-        raise client.ReadTimeout("The read operation\ntimed out")
-
-    owner, _, name = f"{script.__name__}.{WORK[script]}".rpartition(".")
-    monkeypatch.setattr(f"{owner}.{name}", breaks)
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *SCRIPTS[script]])
-    assert script.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    program = f"{script.__name__.replace('.', '/')}.py"
+    code, program, (line,) = ended_by(client.ReadTimeout("The read operation\ntimed out"))
+    assert code == 2
     assert line == f"{program}: the connection to the hub broke (The read operation timed out); start the command again"
+
+
+def test_ctrl_c_in_a_script_is_one_line(ended_by, monkeypatch):
+    code, program, lines = ended_by(KeyboardInterrupt())
+    assert (code, lines) == (130, [f"{program}: stopped"])
+    monkeypatch.setenv("RANK", "1")  # another process of the same run says it
+    assert ended_by(KeyboardInterrupt())[2] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "said"),
+    [
+        (heads, "--learning_rate 1e-3", "did you mean training.learning_rate=1e-3?"),
+        (heads, "--procesess 2", "did you mean --processes?"),
+        (features, "--output o --max-length=9", "did you mean data.max_length=9?"),
+        (self_distill, "--base a --output b --soource c", "did you mean --source?"),
+        (bigram, "--base a --output b --sourc=c d", "unrecognized arguments: d"),
+        (base_model, "--output_dir a --layrs 3", "did you mean --layers?"),
+        (base_model, "--output_dir a --layers many", "invalid int value: 'many'"),
+        (heads, "", "the following arguments are required: recipe"),
+    ],
+)
+def test_an_option_that_a_script_does_not_have_is_one_line(script, given, said, capsys):
+    recipe = ["eagle3"] if script in (heads, features) and given else []
+    assert script.main([*recipe, *given.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{script.__name__.replace('.', '/')}.py: ") and said in line
 
 
 @pytest.mark.parametrize(

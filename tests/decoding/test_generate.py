@@ -122,8 +122,8 @@ def test_what_a_config_leaves_open_is_the_models_own():
     [
         ({"num_beams": 2}, "beam search does not combine with drafts"),
         ({"generation_config": GenerationConfig(num_beams=3, max_new_tokens=3)}, "beam search"),
-        ({"assistant_model": object()}, "no assistant_model="),
-        ({"prompt_lookup_num_tokens": 3}, "no prompt_lookup_num_tokens="),
+        ({"assistant_model": object()}, r"no assistant_model=; give draft=DraftModel\(small\)"),
+        ({"prompt_lookup_num_tokens": 3}, 'no prompt_lookup_num_tokens=; give draft="lookup:N"'),
         ({"inputs_embeds": torch.zeros(1, 2, 32)}, "no inputs_embeds="),
         ({"past_key_values": DynamicCache()}, "no past_key_values="),
         ({"cache": DynamicCache()}, "no cache="),

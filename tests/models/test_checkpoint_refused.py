@@ -175,7 +175,7 @@ def test_a_config_that_describes_no_head_is_refused(saved, head, message):
         (b"{'model_type': 'specheads'}", "config.json is not JSON"),
         (b"\xff\xfe\x00garbage", "config.json is not JSON"),
         (b"[]", r"config.json is not the config of a draft head \(model_type=None\)"),
-        (b"{}", r"model_type=None.*give a base model a head with specheads.convert\(\)"),
+        (b"{}", r"model_type=None.*for a base model train one, `specheads train eagle3 base=.*convert\(\)"),
         (b'{"model_type": "llama"}', r"model_type='llama'.*specheads.convert\(\)"),
     ],
 )
@@ -201,7 +201,9 @@ def test_a_garbled_config_in_the_header_is_refused(saved):
 
 
 def test_a_base_model_is_pointed_to_convert(named, base_dir, tmp_path):
-    refused(base_dir, r"config of a draft head \(model_type='llama'\); give a base model a head with .*convert\(\)")
+    refused(
+        base_dir, rf"config of a draft head \(model_type='llama'\); for a base model train one, `.* base={base_dir}`"
+    )
     named.save_pretrained(tmp_path, max_shard_size="20KB")  # in several files
     refused(tmp_path, r"convert\(\)")
 
@@ -235,6 +237,6 @@ def test_a_weights_file_alone_without_a_config_is_refused(saved):
 def test_what_does_not_exist_is_refused(saved, tmp_path):
     refused(tmp_path / "nothing", "nothing is not a directory with config.json and model.safetensors, nor a hub id")
     refused("./nothing", "nor a hub id")
-    refused(saved / "config.json", "config.json is not a directory with")
+    refused(saved / "config.json", "config.json is a file; give the folder")
     refused("out/run/checkpoint-5", "out/run/checkpoint-5 is not a directory with config.json")
     refused("someone/some-head", "no such folder: someone/some-head, and the hub cannot be asked for it")

@@ -158,7 +158,7 @@ def test_a_disk_that_fills_ends_the_run_in_one_line_and_loses_nothing(what, step
     with contextlib.ExitStack() as stack:
         run.trainer.add_callback(FullFrom(sizes[what] - 50, step, stack))
         with pytest.raises(
-            TrainingError, match=r"could not be written \(.*is whole: resume .*once there is room"
+            TrainingError, match=r"could not be written \(.*\); once there is room, start again; .* is whole: resume"
         ) as told:
             run.train()
     assert "\n" not in str(told.value)

@@ -15,7 +15,9 @@ from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
+from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import TextPrompt, passes, windows
+from specheads_cli.script import options_from
 from tests.support.chat_base import TEMPLATE, messages, save_base, write
 from tests.support.tiny_models import tiny_llama
 from train import self_distill
@@ -412,5 +414,4 @@ def test_the_help_has_an_example_of_each_kind(capsys):
     examples = [line.split()[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("    python ")]
     assert len(examples) == 5
     for words in examples:
-        parser = self_distill._Parser([self_distill.Options])
-        parser.parse_args_into_dataclasses(words)  # raises on an option that does not exist
+        options_from(Options, None, words)  # raises on an option that does not exist

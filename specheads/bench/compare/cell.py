@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench.compare.peer import Peer
+from specheads.bench.shipped import names_in
 from specheads.decoding.drafters import Drafter
 from specheads.models.named import Models
 
@@ -40,10 +41,8 @@ class BenchSetup:
 
     def source(self, name: str) -> str:
         """The path of the head with this name in `checkpoints`, or the name itself if there is none."""
-        if self.checkpoints is not None and not Path(name).exists():
-            head = self.checkpoints / name
-            if "/" not in name and (head / "config.json").is_file():
-                return str(head)
+        if self.checkpoints is not None and not Path(name).exists() and name in names_in(self.checkpoints):
+            return str(self.checkpoints / name)
         return name
 
     @property

@@ -6,7 +6,7 @@ The first word is an entry of DECODERS or a drafter, as in generate. A new decod
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from specheads.decoding.registry import Registry
 from specheads.heads import DraftHead
 from specheads.models.config import SpecConfig
 from specheads.models.costs import auto_drafter
+from specheads.models.named import KNOWN, refuse_unknown_name
 from specheads.models.spec_model import SpecModel
-from specheads.options import nearest, refuse_unknown
+from specheads.options import refuse_unknown
 
 _SWITCHES = ("compile", "auto", "refill")  # options without a value
 
@@ -146,8 +147,6 @@ def parse_decoder(text: str) -> DecoderSpec:
             refuse_unknown(given, (), f"word after {name}")
             spec: DecoderSpec = DECODERS.build(first)
             return spec
-        if "/" not in name and not Path(name).exists() and (near := nearest(name, DECODERS)):
-            raise ValueError(f"unknown decoder {name!r}; did you mean {near!r}?")
         refuse_unknown(given, ("tree", "accept", *_SWITCHES), "word")
         drafter = None if first == "plain" else first
         if drafter is None and given.keys() & {"tree", "accept", "auto"}:
@@ -161,6 +160,20 @@ def parse_decoder(text: str) -> DecoderSpec:
     except ValueError as error:
         raise ValueError(f"decoder {text!r}: {error}") from error
     return Ours(drafter, given.get("tree"), given.get("accept"), *(word in given for word in _SWITCHES))
+
+
+def refuse_unknown_drafters(texts: Iterable[str], heads: Iterable[str]) -> None:
+    """ValueError or FileNotFoundError, with the nearest or all known names, for a text whose first word is neither a
+    decoder nor a drafter. heads: names of checkpoints that are known, too."""
+    known = (*DECODERS, "plain", *heads, *(name for name in KNOWN if name != "cascade"))
+    for text in texts:
+        spec = parse_decoder(text)
+        if isinstance(spec, Ours) and spec.drafter is not None:
+            if spec.drafter.partition(":")[0] == "cascade":
+                raise ValueError(
+                    f"decoder {text!r}: a cascade needs a k-matrix; `specheads sweep --k-matrix` takes one"
+                )
+            refuse_unknown_name(spec.drafter, known, "decoder")
 
 
 def _option(word: str) -> tuple[str, str]:

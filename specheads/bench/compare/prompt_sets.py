@@ -63,7 +63,10 @@ def sets_from(
     for path in paths:
         prompts = read_prompts(path, chat=chat)
         if categories:
-            refuse_unknown(categories, sorted({p.category for p in prompts if p.category}), f"category in {path}")
+            there = sorted({p.category for p in prompts if p.category})
+            if not there:
+                raise ValueError(f"--categories: the prompts of {path} have none; leave it out")
+            refuse_unknown(categories, there, f"category in {path}")
             prompts = [prompt for prompt in prompts if prompt.category in categories]
         if count is not None and count < len(prompts):
             prompts = evenly_spaced(prompts, count)

@@ -11,8 +11,7 @@ from specheads.bench import cost
 from specheads.bench.figures.identity import identify_base, identify_drafter
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
-from specheads.decoding.drafters.named import DRAFTERS
-from specheads.models.named import Models, holds_head
+from specheads.models.named import KNOWN, Models, holds_head, refuse_unknown_name
 from specheads.options import OptionError
 
 
@@ -25,8 +24,10 @@ class Bench:
         self._costs: dict[tuple[int, ...], list[float]] = {}
         self.sweep = sweep
         named = [part for name in sweep.drafters for part in name.removeprefix("cascade:").split("+")]
-        without_path = (PLAIN, "auto", "model", "cascade", *DRAFTERS)
-        paths = (name for name in named if name.partition(":")[0] not in without_path)
+        known = (PLAIN, *KNOWN)
+        for name in named:
+            refuse_unknown_name(name, known, "drafter")
+        paths = (name for name in named if name.partition(":")[0] not in known)
         head = next(filter(holds_head, paths), None)
         if head is not None:
             self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from specheads import terminal
@@ -93,13 +92,14 @@ def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None
 
 
 def commands(console: Console, settings: Settings) -> None:
-    """Print every command, its value, and what it does."""
-    listed = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Commands", title_justify="left", title_style="bold")
-    listed.add_column("command", no_wrap=True)
-    listed.add_column("now")
-    listed.add_column("what it does")
-    for name, command in COMMANDS.items():
+    """Print every command with its value, and what it does below it, broken between words only."""
+    usages = {f"/{name} {command.usage}".rstrip(): command for name, command in COMMANDS.items()}
+    width = max(map(len, usages))
+    for usage, command in usages.items():
         value = terminal.printable(command.value(settings))
         style = {"on": "green", "off": "red"}.get(value, "cyan")
-        listed.add_row(Text(f"/{name} {command.usage}".rstrip()), Text(value, style), Text(command.meaning))
-    console.print(listed)
+        line = Text.assemble((usage.ljust(width), "bold"), "  ", (value, style))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+        for part in textwrap.wrap(command.meaning, console.width - 4, break_long_words=False, break_on_hyphens=False):
+            console.print(f"    {part}", style="bright_black", soft_wrap=True)

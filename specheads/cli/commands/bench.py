@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from specheads import terminal
 from specheads.bench import environment, shipped
 from specheads.bench.compare import llama, openvino, prompt_sets, report
 from specheads.bench.compare.cell import BenchSetup
-from specheads.bench.compare.decoder_texts import parse_decoder
+from specheads.bench.compare.decoder_texts import parse_decoder, refuse_unknown_drafters
 from specheads.bench.compare.peer import Peer
 from specheads.bench.compare.run import BenchOptions, run
 from specheads.bench.figures.floor import measure_floor
@@ -23,16 +23,14 @@ from specheads.options import refuse_unknown
 PEERS = {openvino.NAME: openvino.WORKER, llama.NAME: llama.WORKER}
 
 
-def load(
-    model: str | None, checkpoints: Path | None, base: str | None, dtype: str, device: str
-) -> tuple[Models, Path | None]:
-    """The models, and the folder of heads that can be given by name: `checkpoints`, or the shipped one if no model is
-    given."""
+def heads_folder(model: str | None, checkpoints: Path | None) -> Path | None:
+    """The folder of heads that can be given by name: `checkpoints`, or the shipped one if no model is given."""
+    return checkpoints if model is not None else shipped.find_base(checkpoints).parent
+
+
+def load(model: str, base: str | None, dtype: str, device: str) -> Models:
     hf_logging.disable_progress_bar()
-    if model is not None:
-        return Models.load(model, base=base, dtype=dtype, device=device), checkpoints
-    folder = shipped.find_base(checkpoints)
-    return Models.load(base or str(folder), dtype=dtype, device=device), folder.parent
+    return Models.load(model, base=base, dtype=dtype, device=device)
 
 
 def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[str, Path]) -> tuple[str, ...]:
@@ -59,8 +57,10 @@ def parse_peers(given: list[str] | None) -> dict[str, Path]:
     return found
 
 
-def refuse_absent_peers(texts: Iterable[str], peers: Container[str]) -> None:
-    """ValueError for a decoder that needs a peer's environment that was not given."""
+def check_decoders(texts: Sequence[str], peers: Container[str], checkpoints: Path | None) -> None:
+    """ValueError or FileNotFoundError for a text that names no decoder, or one that needs a peer's environment that was
+    not given. checkpoints: as in heads_folder."""
+    refuse_unknown_drafters(texts, shipped.names_in(checkpoints))
     for text in texts:
         peer = parse_decoder(text).peer
         if peer is not None and peer not in peers:

@@ -34,7 +34,11 @@ def confirm(plan: str) -> bool:
     if not sys.stdin.isatty():
         raise FeatureError(f"{plan}: give --yes, since nobody can be asked here")
     print(f"This takes {plan}.\nContinue? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    try:
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # what is said of it begins a line
+        raise
 
 
 def summary(saved: Saved) -> str:

@@ -122,7 +122,12 @@ def write_text(
     before = (prompt if terminal.has_colors(out) else prompt + "▶") if color_depth else ""
     shown = token_stream.TokenStream(out, tokenizer, colored=color_depth, prompt=before)
     streamer: Any = shown if stream else None
-    result: Any = generate(base, **inputs, **arguments, streamer=streamer, return_dict_in_generate=True)
+    try:
+        result: Any = generate(base, **inputs, **arguments, streamer=streamer, return_dict_in_generate=True)
+    except BaseException:
+        if shown.depths:  # what is said of it begins a line
+            terminal.write(out, "\n")
+        raise
     if not stream:
         shown.put(inputs["input_ids"])
         for step in result.steps:

@@ -25,8 +25,10 @@ _UNITS = {
 
 def checkpoint_record(path: Path) -> dict[str, Any]:
     """What the head checkpoint in the directory `path` contains. CheckpointError if it is not a checkpoint."""
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; give the folder of a checkpoint")
     if not path.is_dir():
-        hint = did_you_mean(str(path))
+        hint = did_you_mean(str(path), "model")
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
     foreign = find_foreign(path)
     if foreign is not None and foreign.within_base:

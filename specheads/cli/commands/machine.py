@@ -18,6 +18,7 @@ from specheads.bench.environment import count_noun, environment
 from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import HEADS
+from specheads.models.base.loading import placement
 
 _SECONDS = 5.0  # timeout for the hub
 
@@ -27,8 +28,9 @@ def machine_record(network: bool = False) -> dict[str, Any]:
     speed. network: also check whether the hub can be reached."""
     here = environment()
     record = {
-        **here, "heads": list(HEADS), "shipped_checkpoints": _shipped(), "memory": _memory(), "compiler": _compiler(),
-        "bfloat16": _bfloat16(), "attention": _attention(), "threads": _threads(here),
+        **here, "heads": list(HEADS), "shipped_checkpoints": _shipped(), "memory": _memory(),
+        "dtype_auto": _default_dtype(), "compiler": _compiler(), "bfloat16": _bfloat16(), "attention": _attention(),
+        "threads": _threads(here),
     }  # fmt: skip
     return record | {"hub": _hub(constants.ENDPOINT)} if network else record
 
@@ -47,7 +49,25 @@ def _memory() -> str:
     gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     sizes = [f"{psutil.virtual_memory().total / 1e9:.0f} GB", *(f"{size / 1e9:.0f} GB on GPU {i}" for i, size in
                                                                enumerate(gpus))]  # fmt: skip
-    return ", ".join(sizes) + "; a base of 8B parameters takes 16 GB in bfloat16, and its training more (--dry-run)"
+    loaded, _ = placement("auto", "auto")
+    dtype = torch.bfloat16 if loaded is None else loaded  # what checkpoints are usually saved in
+    return (
+        f"{', '.join(sizes)}; a base of 8B parameters takes {8 * dtype.itemsize} GB in {_name(dtype)}, and its "
+        "training more (--dry-run)"
+    )
+
+
+def _default_dtype() -> str:
+    """What --dtype auto loads here."""
+    loaded, device = placement("auto", "auto")
+    if loaded is None:
+        return "the checkpoint's"
+    speed = "fast" if bfloat16_is_fast(device) else "slow"
+    return f"{_name(loaded)}, since there is no GPU; --dtype bfloat16 takes half the memory, and is {speed} here"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compiler() -> str:

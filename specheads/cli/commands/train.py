@@ -16,6 +16,7 @@ from specheads.training.estimate import estimate
 from specheads.training.parity import ParityError
 from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
+from specheads_cli.app import refuse_file
 
 
 def show_estimate(
@@ -46,7 +47,9 @@ def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = Fa
     training disagree; 128 + the signal if the run was stopped. Raises ValueError, OSError or ImportError for bad input.
     """
     try:
-        prepared = prepare(read_recipe(recipe, overrides))
+        wanted = read_recipe(recipe, overrides)
+        refuse_file(Path(wanted.training["output_dir"]), "training.output_dir")
+        prepared = prepare(wanted)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: stopped before the first step; nothing was saved", file=sys.stderr)

@@ -16,9 +16,12 @@ from transformers.generation import StopStringCriteria
 
 from specheads.options import require_count, require_number, shown
 
-REFUSED_ARGUMENTS = (
-    "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
-)  # fmt: skip
+_BASES_OWN = "call the base's own generate() for that"
+REFUSED_ARGUMENTS = {  # name → what to do instead
+    "assistant_model": "give draft=DraftModel(small), with both tokenizers if their vocabularies differ",
+    "prompt_lookup_num_tokens": 'give draft="lookup:N"', "custom_generate": _BASES_OWN, "inputs_embeds": _BASES_OWN,
+    "cache": _BASES_OWN, "past_key_values": _BASES_OWN,
+}  # fmt: skip
 # Other decoding methods, which our loop would ignore, and token healing, whose tokenizer we do not pass on.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
 LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
@@ -73,9 +76,9 @@ def _check_vocabulary(base: PreTrainedModel, prompts: Tensor, *, images: bool) -
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """ValueError for an argument that would replace the loop or its prompts."""
-    for name in REFUSED_ARGUMENTS:
+    for name, advice in REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None:
-            raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
+            raise ValueError(f"generate() with draft trees takes no {name}=; {advice}")
 
 
 def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> None:

@@ -19,6 +19,7 @@ from transformers.utils import output_capturing
 from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments, input_device
 from specheads.decoding.target.cache import Reach
 from specheads.decoding.target.recurrent_modules import UnsupportedState, probe_lock, recurrent_modules
+from specheads.options import shown
 
 RECURRENT = ("linear_attention", "conv")  # types of layers with a state and no attention
 WITHOUT_EITHER = ("moe", "mlp")
@@ -68,7 +69,10 @@ def unwrapped(base: Any) -> PreTrainedModel:
             raise UnsupportedModel(f"{type(adapter).__name__} puts virtual tokens before each prompt, outside the base")
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
-        raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+        given = shown(base) if isinstance(base, str) else type(base).__name__
+        raise TypeError(
+            f"expected a transformers model, not {given}; load one with AutoModelForCausalLM.from_pretrained(name)"
+        )
     if base.get_output_embeddings() is None:
         loader = "AutoModelForSeq2SeqLM" if base.config.is_encoder_decoder else "AutoModelForCausalLM"
         raise UnsupportedModel(f"{type(base).__name__} has no language-model head; load it with {loader}")

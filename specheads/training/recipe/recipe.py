@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import yaml
 from specheads.data.config import DataConfig
 from specheads.heads import HEADS, HeadConfig, head_config
 from specheads.models.base.lora import JointConfig
-from specheads.options import read_yaml, refuse_unknown
+from specheads.options import read_yaml, refuse_unknown, shown
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.parity import ParityConfig
 from specheads.training.recipe import options as training_options
+from specheads.training.recipe.keys import key_of, names_in
 
 
 class RecipeError(ValueError):
@@ -138,7 +139,8 @@ class Recipe:
             raise RecipeError(f"a recipe is a mapping with base, head, data and training, not {options!r:.60}")
         options = dict(options)
         try:
-            refuse_unknown(options, [f.name for f in dataclasses.fields(cls)])
+            _refuse_misplaced("", options, _top())
+            refuse_unknown(options, _top())
             for name in ("training",) if options.get("features") else ("base", "data", "training"):
                 if options.get(name) is None:
                     raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
@@ -160,6 +162,12 @@ class Recipe:
             raise
         except (ValueError, TypeError) as error:
             raise RecipeError(str(error)) from error
+
+
+def key_hint(flag: str, value: str, *, similar: bool) -> str:
+    """`; did you mean KEY=VALUE?` for a flag that has the name of a recipe's option, or a similar one; "" otherwise."""
+    key = key_of(flag, _top(), similar=similar)
+    return "" if key is None else f"; did you mean {key}={value}? A recipe's options are given as KEY=VALUE"
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -221,16 +229,32 @@ def parse_yaml(text: str, name: str) -> Any:
         raise RecipeError(str(error)) from error
 
 
+def _top() -> list[str]:
+    """The keys without a section, and the sections."""
+    return [field.name for field in dataclasses.fields(Recipe)]
+
+
+def _refuse_misplaced(section: str, options: Iterable[str], known: Collection[str]) -> None:
+    """RecipeError for an option that is not in `known`, with the key that it has in another section. section: where it
+    was given, such as "head."; "" for none, and then a similar key is named, too."""
+    for name in options:
+        if name not in known and (key := key_of(str(name), _top(), similar=not section)):
+            raise RecipeError(f"unknown option {shown(section + str(name))}; did you mean {key!r}?")
+
+
 def _section(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RecipeError(f"{name}={value!r:.60}: expected a mapping of options")
+        key = key_of(name, _top())
+        hint = f"; did you mean {key}={value}?" if isinstance(value, str) and key != name else ""
+        raise RecipeError(f"{name}={value!r:.60}: expected a mapping of options{hint}")
+    _refuse_misplaced(f"{name}.", value, names_in(name))
     return dict(value)
 
 
 def _head(options: dict[str, Any]) -> HeadConfig:
-    if "kind" not in options:
+    if options.get("kind") is None:
         raise RecipeError(f"head.kind is missing: give one of {', '.join(HEADS)}")
     kind = options.pop("kind")
     return head_config(kind, options)

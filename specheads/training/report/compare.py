@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specheads.hub import did_you_mean
 from specheads.models.run_files import STATE
+from specheads.options import listing
 from specheads.training.report.line_labels import label_ends
 
 Z = 1.959964  # half-width of a 95 % interval of the standard normal distribution
@@ -44,9 +46,11 @@ class LearningCurve:
 def read_curve(folder: Path) -> LearningCurve:
     """The curve of a run's folder: of its evaluations if it has any, else of its training batches.
 
-    OSError if there is no trainer_state.json; ValueError if it is none, or records no accepted length or tokens.
+    ValueError if it has no trainer_state.json, or one that records no accepted length or tokens.
     """
     file = folder / STATE
+    if not file.is_file():
+        raise ValueError(_no_run(folder))
     try:
         state = json.loads(file.read_text("utf8"))
         history = state["log_history"]
@@ -71,6 +75,15 @@ def read_curve(folder: Path) -> LearningCurve:
         raise ValueError(f"{file} has no {name}: no answer had two tokens to learn")
     points = [_point(step, found[step], name, logs) for step in sorted(found)]
     return LearningCurve(str(folder), held_out, points)
+
+
+def _no_run(folder: Path) -> str:
+    """Why this is no folder of a run, and which are near."""
+    if not folder.exists():
+        return f"no such folder: {folder}{did_you_mean(str(folder))}"
+    inside = sorted(str(state.parent) for state in folder.glob(f"*/{STATE}")) if folder.is_dir() else []
+    hint = f"did you mean {listing(inside)}?" if inside else "give the training.output_dir of a run"
+    return f"{folder} is no training run: it has no {STATE}; {hint}"
 
 
 def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[int, float, float]]) -> Point:

@@ -1,0 +1,81 @@
+"""The scripts in train/: their options, and their end, which is that of the commands.
+
+They import torch in run_script(), after listen(), so that Ctrl-C during that import is one line, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specheads_cli.errors import report
+from specheads_cli.interrupt import say_stopped
+from specheads_cli.recipe_options import flag_hint, near_flag
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the description verbatim, and the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, False) and action.option_strings
+        return super()._get_help_string(action) if has_default else action.help
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad options are a ValueError, with the nearest name for an unknown one."""
+
+    def error(self, message: str) -> Any:
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        raise ValueError(message + (self.hint(unknown[1]) if unknown else ""))
+
+    def hint(self, flag: str) -> str:
+        return near_flag(flag, self._option_string_actions)
+
+
+class RecipeParser(Parser):
+    """The parser of a script that takes a recipe."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=Help)
+        self.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_intermixed_args(self.given, namespace)
+
+    def error(self, message: str) -> Any:
+        super().error(message.replace("required: recipe, key=value", "required: recipe"))
+
+    def hint(self, flag: str) -> str:
+        return flag_hint(flag, self.given, self._option_string_actions)
+
+
+def options_from(kind: Any, description: str | None, arguments: Sequence[str] | None) -> Any:
+    """The dataclass `kind` of a script's options, from its command line: --name value for each field."""
+    from transformers import HfArgumentParser
+
+    class FieldParser(HfArgumentParser, Parser):
+        pass
+
+    parser = FieldParser([kind], description=description, formatter_class=Help)
+    given = None if arguments is None else list(arguments)
+    options, *rest = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    if rest[-1]:
+        parser.error(f"unrecognized arguments: {' '.join(rest[-1])}")
+    return options
+
+
+def run_script(program: str, work: Callable[[], int | None], flags: Sequence[str] = ()) -> int:
+    """Do the work and return the exit code: what it returns, or one line on stderr for bad input and for Ctrl-C.
+
+    flags: options that errors name, which are spelled --name."""
+    try:
+        return work() or 0
+    except KeyboardInterrupt as stopped:
+        return say_stopped(program, stopped)
+    except Exception as error:
+        return report(error, program, {name: f"--{name}" for name in flags})

@@ -163,8 +163,15 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, the number of logits the model returns per token."""
-    weight: Any = model.get_output_embeddings().weight
-    return len(weight)
+    lm_head: Any = model.get_output_embeddings()
+    # Of a quantised module `weight` may be a method, or packed into fewer rows.
+    return getattr(lm_head, "out_features", None) or len(lm_head.weight)
+
+
+def has_floating_weight(module: Any) -> bool:
+    """Does the module compute with a weight in floating point? Quantised ones hold whole numbers, or a method."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.is_floating_point()
 
 
 def has_state(base: PreTrainedModel) -> bool:
@@ -237,7 +244,9 @@ def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Last hidden states (…, H) → the base's logits (…, V), on the same device: lm_head, then the scale and soft-cap of
     its config, which models apply outside lm_head."""
     lm_head = base.get_output_embeddings()
-    logits = lm_head(hidden.to(lm_head.weight.dtype)).to(hidden.device)
+    if has_floating_weight(lm_head):
+        hidden = hidden.to(lm_head.weight.dtype)
+    logits = lm_head(hidden).to(hidden.device)
     config = text_config(base)
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale

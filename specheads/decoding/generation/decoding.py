@@ -28,6 +28,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import Refill
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching
+from specheads.decoding.target.verifier import Verifier
 
 logger = hf_logging.get_logger(__name__)
 
@@ -66,8 +67,22 @@ class Decoding:
         compiled = compiled_steps(base, compile) if compile else None
         return cls(base, found, plan, rule, output_divergences, compiled)
 
+    def prepare(
+        self, device: torch.device, do_sample: bool, *, source: Source | None = None, decoder_mask: Tensor | None = None
+    ) -> tuple[Verifier, Plan | None]:
+        """The target, and the plan of what is drafted for it. source, decoder_mask: for an encoder-decoder. ValueError
+        if the base cannot serve the plan."""
+        plan = self._plan_for(device, do_sample)
+        target = make_target(
+            self.base, self.drafter.layers if self.drafter else (), scratch=plan.num_nodes if plan else 1,
+            source=source, decoder_mask=decoder_mask, static=self.compiled is not None,
+        )  # fmt: skip
+        return target, plan
+
     def steps(
         self,
+        target: Verifier,
+        plan: Plan | None,
         ids: Tensor,
         lengths: Tensor,
         *,
@@ -76,19 +91,10 @@ class Decoding:
         max_new_tokens: int | Sequence[int],
         eos: Collection[int],
         inputs: ModelInputs | None = None,
-        source: Source | None = None,
-        decoder_mask: Tensor | None = None,
         keep_scores: bool = False,
         refill: Refill | None = None,
     ) -> Iterator[Step]:
-        """decode() of prompts ids (B, T), packed left, of lengths (B,). source, decoder_mask: for an encoder-decoder.
-
-        ValueError if the base cannot serve the plan."""
-        plan = self._plan_for(ids.device, sampler.do_sample)
-        target = make_target(
-            self.base, self.drafter.layers if self.drafter else (), scratch=plan.num_nodes if plan else 1,
-            source=source, decoder_mask=decoder_mask, static=self.compiled is not None,
-        )  # fmt: skip
+        """decode() of prompts ids (B, T), packed left, of lengths (B,), with what `prepare` returned."""
         return decode(
             target, self.drafter, ids, lengths, plan=plan, sampler=sampler, accept=self.accept, stop=stop,
             max_new_tokens=max_new_tokens, inputs=inputs, eos=eos, keep_scores=keep_scores,

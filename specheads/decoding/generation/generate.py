@@ -7,14 +7,14 @@ they mean in transformers. Shapes: B batch rows, T prompt columns, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 from transformers.utils import logging as hf_logging
@@ -30,6 +30,7 @@ from specheads.decoding.generation.hf_options import (
     stop_string_criteria,
     without_stop_strings,
 )
+from specheads.decoding.generation.kept_text import keep_text, kept_prefix, take_cache
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
 from specheads.decoding.generation.prompt_batches import (
     left_order,
@@ -43,6 +44,7 @@ from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.arguments import CACHE_NAMES
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 from specheads.decoding.target.seq2seq import Source
@@ -104,6 +106,7 @@ def generate(
     prompts = inputs if inputs is not None else kwargs.get("input_ids")
     check_prompts(base, prompts, images=kwargs.get("pixel_values") is not None)
     refuse_arguments(kwargs)
+    cache = None if searches_beams else take_cache(base, kwargs)
     if searches_beams:
         if decoding.drafter is not None or accept is not None:
             raise ValueError(
@@ -121,8 +124,9 @@ def generate(
         # No further named parameters: transformers would take their names for arguments of generate().
         source_ids = prompts if base.config.is_encoder_decoder else None
         return _run(
-            base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, **model_kwargs
-        )
+            base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, cache=cache,
+            **model_kwargs,
+        )  # fmt: skip
 
     if streamer is not None:
         kwargs["streamer"] = streamer
@@ -172,6 +176,7 @@ def _run(
     seed: int | Sequence[int] | None,
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
+    cache: DynamicCache | None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     """What base.generate() runs in place of its own loop, with the arguments it has prepared."""
@@ -189,10 +194,14 @@ def _run(
     )
     text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
     decoding.warn_past_limits(max(prompts.counts))
+    cache = cache if config.use_cache else None
+    prefix = kept_prefix(base, cache, input_ids, model_kwargs)
+    target, plan = decoding.prepare(
+        device, do_sample, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask")
+    )
     for step in decoding.steps(
-        prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit, eos=stop.eos,
-        inputs=prompts.inputs, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask"),
-        keep_scores=bool(config.output_scores or config.output_logits),
+        target, plan, prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit, eos=stop.eos,
+        inputs=replace(prompts.inputs, prefix=prefix), keep_scores=bool(config.output_scores or config.output_logits),
     ):  # fmt: skip
         text.add(step)
     text.cut(stop.ends, input_ids.shape[1])
@@ -201,14 +210,19 @@ def _run(
     added = [len(row) - input_ids.shape[1] for row in text.rows]
     decoding.warn_past_limits(max(n + new for n, new in zip(prompts.counts, added, strict=True)))
     sequences = text.sequences(pad_id, input_ids.device)
+    if cache is not None or (config.use_cache and config.return_dict_in_generate):
+        cache = keep_text(cache, target, text.rows, input_ids.shape[1], model_kwargs.get("attention_mask"))
     if not config.return_dict_in_generate:
         return sequences
-    return (SpecSeq2SeqOutput if prompts.source else SpecGenerateOutput)(
+    kind = SpecSeq2SeqOutput if prompts.source else SpecGenerateOutput
+    given_cache: dict[str, Any] = {next(name for name in CACHE_NAMES if name in kind.__dataclass_fields__): cache}
+    return kind(
         sequences=sequences,  # type: ignore[arg-type]
         scores=stack_by_position(text.scores, 1) if config.output_scores else None,  # type: ignore[arg-type]
         logits=stack_by_position(text.scores, 0) if config.output_logits else None,  # type: ignore[arg-type]
         steps=text.steps,
         lossless=decoding.accept.lossless,
+        **given_cache,
     )
 
 

@@ -13,11 +13,18 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
+from specheads.decoding.target.arguments import embedding_count
 from specheads.options import require_number, shown
 
-REFUSED_ARGUMENTS = (
-    "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
-)  # fmt: skip
+# What would replace the loop or its prompts → what to do instead.
+REFUSED_ARGUMENTS = {
+    "assistant_model": "give draft=DraftModel(assistant), or patch() the model",
+    "prompt_lookup_num_tokens": "give draft='lookup:3', or patch() the model",
+    "speculation_type": "it chooses among transformers' own drafters; call the base's own generate() for those",
+    "custom_generate": "call the base's own generate() for that",
+    "inputs_embeds": "drafts continue ids: give input_ids (and pixel_values … for images), or call the base's own "
+    "generate() for prompts that have no ids",
+}
 # Other decoding methods, which our loop would ignore, and token healing, whose tokenizer we do not pass on.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -60,20 +67,19 @@ def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:
 def _check_vocabulary(base: PreTrainedModel, prompts: Tensor, *, images: bool) -> None:
     if not prompts.numel():
         return
-    weight: Any = base.get_input_embeddings().weight
-    least, most = int(prompts.min()), int(prompts.max())
-    if least < 0 or (most >= len(weight) > 0 and not images):  # a sharded matrix may be empty here
+    least, most, count = int(prompts.min()), int(prompts.max()), embedding_count(base)
+    if least < 0 or (most >= count > 0 and not images):  # a sharded matrix may be empty here
         raise ValueError(
             f"the prompts hold id {least if least < 0 else most}, and the model has embeddings for 0 to "
-            f"{len(weight) - 1}; is the tokenizer that of another model?"
+            f"{count - 1}; is the tokenizer that of another model?"
         )
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """ValueError for an argument that would replace the loop or its prompts."""
-    for name in REFUSED_ARGUMENTS:
+    for name, advice in REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None:
-            raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
+            raise ValueError(f"generate() with draft trees takes no {name}=; {advice}")
 
 
 def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> None:

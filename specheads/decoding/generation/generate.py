@@ -221,7 +221,7 @@ def _run(
         scores=stack_by_position(text.scores, 1) if config.output_scores else None,  # type: ignore[arg-type]
         logits=stack_by_position(text.scores, 0) if config.output_logits else None,  # type: ignore[arg-type]
         steps=text.steps,
-        lossless=decoding.accept.lossless,
+        lossless=decoding.is_lossless(len(prompts.rows)),
         **given_cache,
     )
 

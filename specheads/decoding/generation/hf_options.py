@@ -20,13 +20,15 @@ from specheads.options import require_number, shown
 REFUSED_ARGUMENTS = {
     "assistant_model": "give draft=DraftModel(assistant), or patch() the model",
     "prompt_lookup_num_tokens": "give draft='lookup:3', or patch() the model",
-    "speculation_type": "it chooses among transformers' own drafters; call the base's own generate() for those",
     "custom_generate": "call the base's own generate() for that",
     "inputs_embeds": "drafts continue ids: give input_ids (and pixel_values … for images), or call the base's own "
     "generate() for prompts that have no ids",
 }
 # Other decoding methods, which our loop would ignore, and token healing, whose tokenizer we do not pass on.
-OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
+OTHER_DECODING = (
+    "penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing", "speculation_type",
+    "assistant_early_exit", "assistant_ensemble_weight",
+)  # fmt: skip
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 

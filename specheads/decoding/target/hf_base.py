@@ -13,7 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+)
 from transformers.utils import output_capturing
 
 from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments, input_device
@@ -69,6 +74,11 @@ def unwrapped(base: Any) -> PreTrainedModel:
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+    if base.get_output_embeddings() is None and not _has_language_model(base.config):
+        raise UnsupportedModel(
+            f"{type(base).__name__} is no language model, and its kind has none: a drafter of transformers' own goes "
+            "to the model's own generate(assistant_model=...)"
+        )
     if base.get_output_embeddings() is None:
         loader = "AutoModelForSeq2SeqLM" if base.config.is_encoder_decoder else "AutoModelForCausalLM"
         raise UnsupportedModel(f"{type(base).__name__} has no language-model head; load it with {loader}")
@@ -78,6 +88,17 @@ def unwrapped(base: Any) -> PreTrainedModel:
             "own generate() too; set model.config.return_dict = True"
         )
     return base
+
+
+def _has_language_model(config: Any) -> bool:
+    """Does transformers, or the code that comes with a checkpoint, have a language model for such a config?"""
+    own_code = getattr(config, "auto_map", None) or {}
+    mappings = (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+    return any(type(config) in mapping for mapping in mappings) or any("LM" in name for name in own_code)
 
 
 def decoder_of(base: Any) -> Any:

@@ -76,7 +76,7 @@ def test_what_the_flag_denies_does_happen(base):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_learn_from_layers_in_int8_but_need_the_values_of_the_output_matrix(base, kind, tmp_path):
-    with pytest.raises(UnsupportedModel, match="output matrix is quantised .*dynamic.*Linear"):
+    with pytest.raises(UnsupportedModel, match=r"output matrix is quantised .*dynamic.*Linear"):
         convert(in_int8(base), kind)
     quantised = in_int8(base, lm_head=False)
     model = convert(quantised, kind)
@@ -110,8 +110,8 @@ def model_with(weight=None, module=None, config=None):
     return model
 
 
-def foreign(name, module, **members):
-    return type(name, (nn.Module,), {"__module__": module, **members})()
+def foreign(name, **state):
+    return type(name, (nn.Module,), {"__module__": "bitsandbytes.nn", "state": types.SimpleNamespace(**state)})()
 
 
 def torchao_weight(granularity):
@@ -127,12 +127,12 @@ def group(strategy, dynamic=True):
 @pytest.mark.parametrize(
     ("model", "found"),
     [
-        (model_with(module=foreign("Linear8bitLt", "bitsandbytes.nn", state=types.SimpleNamespace(threshold=6.0))), True),
-        (model_with(module=foreign("Linear8bitLt", "bitsandbytes.nn", state=types.SimpleNamespace(threshold=0.0))), False),
-        (model_with(module=foreign("Linear4bit", "bitsandbytes.nn")), False),
+        (model_with(module=foreign("Linear8bitLt", threshold=6.0)), True),
+        (model_with(module=foreign("Linear8bitLt", threshold=0.0)), False),
+        (model_with(module=foreign("Linear4bit")), False),
         (model_with(torchao_weight("PerTensor()")), True),
         (model_with(torchao_weight("PerRow()")), False),
-        (model_with(config={"quant_method": "torchao", "quant_type": "Float8DynamicActivationFloat8WeightConfig()"}), True),
+        (model_with(config={"quant_method": "torchao", "quant_type": "Float8DynamicActivation()"}), True),
         (model_with(config={"quant_method": "torchao", "quant_type": "Float8DynamicActivation(PerRow())"}), False),
         (model_with(config={"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig()"}), False),
         (model_with(config=group("tensor")), True),

@@ -45,6 +45,7 @@ from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.arguments import CACHE_NAMES
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 from specheads.decoding.target.seq2seq import Source
@@ -85,8 +86,10 @@ def generate(
     that name. What cannot be compiled is decoded without compiling, after a warning.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are handled as generate()
-    handles them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
-    padded on the left, and masked positions between tokens are left out; the log says so where transformers differs.
+    handles them, or refused by name. adapter_names: those of each row, for a peft model. past_key_values: a
+    DynamicCache, empty or with the first tokens of the text, which are then not read; afterwards it holds the new text
+    too (docs/compatibility.md). A prompt padded on the right continues after its own last token, as if it were padded on the
+    left, and masked positions between tokens are left out; the log says so where transformers differs.
     Logits processors see each node's own prefix, with the caller's padding. One that keeps state from call to call
     stops the drafting, except xgrammar's, whose state follows the path. Stopping criteria see all rows after each
     token, as in transformers; rows ahead of the others decode further until the others have caught up.
@@ -94,7 +97,16 @@ def generate(
     Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True. With num_beams > 1
     drafting is refused, and the result is that of the base's own beam search.
     """
-    base = unwrapped(base)
+    base, front = unwrapped(base), base
+    if kwargs.get("adapter_names") is None:
+        front = base
+    elif front is base:
+        raise ValueError(
+            f"adapter_names= chooses among the adapters of a peft model, and this is {type(base).__name__}; give the "
+            "peft model itself"
+        )
+    elif not base.config.is_encoder_decoder:
+        Target(base)  # its tests of the base have one row, and the adapters are those of all rows
     config = effective_config(base, generation_config)
     searches_beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
     decoding = Decoding.parse(
@@ -116,7 +128,7 @@ def generate(
         if compile:
             logger.warning("compile=%r: beam search is the base's own, and its steps are not compiled", compile)
         options = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings, **kwargs}
-        beam_search: Any = base.generate
+        beam_search: Any = front.generate
         search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
         return _run_seeded(search, seed)
 
@@ -131,7 +143,7 @@ def generate(
     if streamer is not None:
         kwargs["streamer"] = streamer
     return through_front_door(
-        base, run, inputs, generation_config=generation_config, stopping_criteria=stopping_criteria,
+        base, run, inputs, front=front, generation_config=generation_config, stopping_criteria=stopping_criteria,
         tokenizer=tokenizer, stop_strings=stop_strings, **kwargs,
     )  # fmt: skip
 
@@ -141,13 +153,16 @@ def through_front_door(
     run: Callable[..., Any],
     inputs: Tensor | None,
     *,
+    front: Any = None,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     tokenizer: Any = None,
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """run(base, ids, …) with the arguments as base.generate() prepares them. ValueError for options drafts refuse."""
+    """run(base, ids, …) with the arguments as base.generate() prepares them. ValueError for options drafts refuse.
+
+    front: the peft model around the base whose generate() is called, for adapters of each row."""
     if base.training and any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         raise ValueError(
             "a model that trains with gradient checkpointing keeps no keys to decode with; call eval() first"
@@ -160,8 +175,13 @@ def through_front_door(
         generation_config = without_stop_strings(generation_config)
     if base.generation_config.stop_strings:
         kwargs["stop_strings"] = None  # else transformers reads the model's own, and wants a tokenizer
-    return base.generate(  # type: ignore[operator]
-        inputs, generation_config=generation_config, stopping_criteria=stopping_criteria, custom_generate=run, **kwargs
+    caller: Any = front or base
+    return caller.generate(
+        inputs=inputs,
+        generation_config=generation_config,
+        stopping_criteria=stopping_criteria,
+        custom_generate=run,
+        **kwargs,
     )
 
 

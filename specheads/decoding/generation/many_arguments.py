@@ -17,7 +17,7 @@ from specheads.options import require_number, shown
 # Arguments that are themselves prompts, or say how the result of one call of generate() is returned.
 REFUSED = (
     "input_ids", "attention_mask", "streamer", "return_dict_in_generate", "output_scores", "output_logits",
-    *CACHE_NAMES,
+    "adapter_names", *CACHE_NAMES,
 )  # fmt: skip
 
 

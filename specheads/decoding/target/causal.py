@@ -104,7 +104,7 @@ class Target(Verifier):
             )
         if self.switch and self.switch.kind == "dynamic":
             # A short pass restores the frequencies if an earlier, longer text has changed them.
-            self.base(input_ids=ids[:1, :1], use_cache=False)
+            self.base(input_ids=ids[:, :1], use_cache=False)  # of all rows: each may have its own adapter
         if inputs.prefix is not None and (reason := self._unfit_prefix(inputs, columns + ahead)):
             logger.warning("the cache is of no use to %s: the whole text is read", reason)
             inputs = replace(inputs, prefix=None)

@@ -107,10 +107,10 @@ def test_a_hybrid_model_reads_its_text_again(name):
     inputs, expected = continued(base, text, mask, more)
     out = specheads.generate(base, first, draft="lookup", return_dict_in_generate=True, **GREEDY)
     assert has_state(base) and getattr(out, cache_argument(base)) is None
-    cache = DynamicCache(config=base.config)
-    for given in (DynamicCache(config=base.config), cache):
+    filled = DynamicCache(config=base.config)
+    base.generate(first, **{cache_argument(base): filled}, **GREEDY)
+    for given in (DynamicCache(config=base.config), filled):
         assert torch.equal(specheads.generate(base, **inputs, past_key_values=given, **GREEDY), expected)
-        base.generate(first, **{cache_argument(base): cache}, **GREEDY)
 
 
 # --- What drafts ---
@@ -278,8 +278,9 @@ def test_prompts_with_images_are_read_whole(read, caplog):
     cache = DynamicCache()
     text = specheads.generate(base, ids, pixel_values=pixels, past_key_values=cache, **GREEDY)
     more = torch.cat([text, torch.tensor([[3, 4]])], 1)
-    got = specheads.generate(base, more, pixel_values=pixels, past_key_values=cache, **GREEDY)
-    assert torch.equal(got, base.generate(more, pixel_values=pixels, **GREEDY))
+    given = {"attention_mask": torch.ones_like(more), "pixel_values": pixels, **GREEDY}
+    got = specheads.generate(base, more, past_key_values=cache, **given)
+    assert torch.equal(got, base.generate(more, **given))
     assert "prompts of more than text" in caplog.text and read == [7, more.shape[1]]
 
 

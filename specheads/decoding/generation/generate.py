@@ -88,8 +88,8 @@ def generate(
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are handled as generate()
     handles them, or refused by name. adapter_names: those of each row, for a peft model. past_key_values: a
     DynamicCache, empty or with the first tokens of the text, which are then not read; afterwards it holds the new text
-    too (docs/compatibility.md). A prompt padded on the right continues after its own last token, as if it were padded on the
-    left, and masked positions between tokens are left out; the log says so where transformers differs.
+    too (docs/compatibility.md). A prompt padded on the right continues after its own last token, as if it were padded
+    on the left, and masked positions between tokens are left out; the log says so where transformers differs.
     Logits processors see each node's own prefix, with the caller's padding. One that keeps state from call to call
     stops the drafting, except xgrammar's, whose state follows the path. Stopping criteria see all rows after each
     token, as in transformers; rows ahead of the others decode further until the others have caught up.

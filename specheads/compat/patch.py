@@ -12,6 +12,7 @@ from transformers import GenerationMixin
 from specheads.decoding.acceptance import Fuzzy, fuzzy_from
 from specheads.decoding.drafters import PromptLookup
 from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
+from specheads.decoding.drafters.model import writes_alone
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.hf_options import effective_config
 from specheads.decoding.target.hf_base import unwrapped
@@ -22,13 +23,15 @@ _DRAFTERS = ("assistant_model", "draft", "drafter", "prompt_lookup_num_tokens")
 _FUZZY = ("fsd_div_type", "fsd_div_threshold", "fsd_div_logit_processor")
 _OURS = ("tree", "accept", "seed")
 _FLAGS = ("output_divergences", "fsd_tracking")  # alone they do not route a call to specheads.generate
+_TRANSFORMERS_OWN = ("speculation_type", "use_mtp", "assistant_early_exit", "assistant_ensemble_weight")
 LENGTHS = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
 
 
 def patch(model: Any) -> AbstractContextManager[Any]:
     """Let this model's generate() draft: `model.generate(**inputs, assistant_model=small, fsd_div_threshold=0.4)`.
 
-    A call with one of these arguments goes through `specheads.generate`; any other call is left to the model.
+    A call with one of these arguments goes through `specheads.generate`; any other call is left to the model. So are
+    transformers' own drafters: an assistant that is no language model (DFlash, Gemma 4's), speculation_type, use_mtp.
     assistant_model: a smaller model, which drafts as controlled by num_assistant_tokens, assistant_confidence_threshold
     and num_assistant_tokens_schedule, in the call or its own generation config (see AssistantOptions);
     assistant_tokenizer and tokenizer: if its vocabulary differs. prompt_lookup_num_tokens and max_matching_ngram_size:
@@ -102,7 +105,7 @@ class DraftingGenerate:
             call[lookup] = getattr(config, lookup, None)
         # A custom_generate decodes in its own way; that of specheads.generate calls this method too.
         ours = call.get("custom_generate") is None
-        if not (ours and _given(call, (*_DRAFTERS, *_FUZZY, *_OURS))):
+        if not (ours and _given(call, (*_DRAFTERS, *_FUZZY, *_OURS))) or self.is_transformers_own(call):
             for name in (*_FUZZY, *_OURS, *_FLAGS, "draft", "drafter"):
                 kwargs.pop(name, None)
             return self._own(*args, **kwargs)
@@ -111,6 +114,15 @@ class DraftingGenerate:
     def decode(self, call: dict[str, Any]) -> Any:
         """The result of a call whose arguments ask for drafts."""
         return generate(self.base, **self.arguments(call))
+
+    def is_transformers_own(self, call: dict[str, Any]) -> bool:
+        """Does the call ask for drafts that only transformers makes, by an assistant that is no language model or by an
+        option of its loop? Not if it also asks for something of ours: `generate` refuses such options by name."""
+        if _given(call, (*_FUZZY, *_OURS, "draft", "drafter")):
+            return False
+        assistant, config = call.get("assistant_model"), effective_config(self.base, call.get("generation_config"))
+        options = any(call.get(name, getattr(config, name, None)) for name in _TRANSFORMERS_OWN)
+        return options or (assistant is not None and not writes_alone(assistant))
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         """`draft_arguments`, with fsd_tracking as output_divergences if the call can return those."""

@@ -8,6 +8,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from specheads.heads import HEADS, HeadConfig, head_kind
 
+# Sizes of the base by the names of transformers' configs; not what would change how a model is loaded or run.
+BASE_SIZES = frozenset((
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length",
+    "max_seq_len", "seq_length", "n_embd", "n_layer", "n_head", "d_model",
+))  # fmt: skip
+
 
 class SpecConfig(PreTrainedConfig):
     """The head's options, and the base it was trained for.
@@ -39,6 +46,22 @@ class SpecConfig(PreTrainedConfig):
         self.base_quantization = base_quantization
         self.trained_length = trained_length
         self.base_class = base_class
+
+    def describe_base(self, base: PreTrainedConfig) -> None:
+        """From now on this config answers BASE_SIZES for the base, as evaluation tools read them from a model's config.
+        Nothing of it is saved."""
+        self._base = base
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks here only for what this config lacks.
+        base = vars(self).get("_base") if name in BASE_SIZES else None
+        for config in () if base is None else (base, base.get_text_config(decoder=True)):
+            if hasattr(config, name):
+                return getattr(config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "_base"}
 
     @classmethod
     def of(

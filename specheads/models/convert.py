@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import UnsupportedModel, refuse_unsupported, text_config, unwrapped
+from specheads.decoding.target.hf_base import (
+    UnsupportedModel,
+    has_floating_weight,
+    refuse_unsupported,
+    text_config,
+    unwrapped,
+)
 from specheads.heads import HeadConfig, head_config
 from specheads.hub import hub_options
 from specheads.models.base.frozen_base import mark_frozen
@@ -43,10 +49,11 @@ def convert(
         base = load_language_model(base, **hub_options(base))
     base = unwrapped(base)
     refuse_unsupported(base)
-    if not base.get_output_embeddings().weight.is_floating_point():
+    lm_head = base.get_output_embeddings()
+    if not has_floating_weight(lm_head):
         raise UnsupportedModel(
-            "the base's output matrix is quantised, and heads need its values: load the base with "
-            "llm_int8_skip_modules=['lm_head']"
+            f"the base's output matrix is quantised ({type(lm_head).__module__}.{type(lm_head).__name__}), and heads "
+            "need its values: leave it out of what is quantised (llm_int8_skip_modules=['lm_head'] in bitsandbytes)"
         )
     if (streams := getattr(text_config(base), "altup_num_inputs", None) or 1) > 1:
         raise UnsupportedModel(

@@ -57,6 +57,7 @@ class SpecModel(PreTrainedModel):
     def __init__(self, config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> None:
         super().__init__(config)
         self.base = base.requires_grad_(False).eval()
+        self.config.describe_base(base.config)
         self.head = head
         self.note_trained_length(config.trained_length)
         self.joint = None if config.joint is None else JointConfig.of(config.joint)

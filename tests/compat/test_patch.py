@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import specheads
 from specheads import AdaptiveChain, Exact, Fuzzy, PromptLookup, SampledTree, chain, convert
@@ -299,3 +299,66 @@ def test_what_has_no_generate_of_its_own_to_patch_is_refused(base):
         specheads.patch(convert(base, "medusa"))
     with pytest.raises(TypeError, match=r"expected a transformers model, not .*from_pretrained"):
         specheads.patch(torch.nn.Linear(2, 2))
+
+
+# --- transformers' own drafters are left to transformers ---
+
+
+def dflash():
+    module = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    config = module.MuseGlimmerAssistantConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, target_layer_ids=[1], layer_types=["sliding_attention"],
+    )  # fmt: skip
+    return module.MuseGlimmerAssistantModel(config)
+
+
+class SharedStates(LlamaForCausalLM):
+    """Gemma 4's assistants have a language-model head, and read another model's states instead of ids."""
+
+    def forward(self, inputs_embeds=None, shared_kv_states=None):
+        raise AssertionError
+
+
+def shared_states():
+    return SharedStates(tiny_llama(num_hidden_layers=1).config)
+
+
+@pytest.mark.parametrize("assistant", [dflash, shared_states])
+def test_an_assistant_that_is_no_language_model_is_left_to_the_models_own_generate(base, assistant):
+    calls, assistant = [], assistant()
+    base.generate = lambda *args, **kwargs: calls.append(kwargs)
+    with specheads.patch(base):
+        base.generate(IDS, assistant_model=assistant, speculation_type="dflash", max_new_tokens=5)
+        base.generate(IDS, assistant_model=assistant, max_new_tokens=5)
+    assert [call["assistant_model"] is assistant for call in calls] == [True, True]
+    assert calls[0]["speculation_type"] == "dflash"
+    with pytest.raises(specheads.UnsupportedModel, match=r"goes to the model's own generate\(assistant_model="):
+        specheads.DraftModel(assistant)
+
+
+def test_a_language_model_without_its_head_is_still_told_how_to_load_it(base):
+    with pytest.raises(specheads.UnsupportedModel, match="load it with AutoModelForCausalLM"):
+        specheads.DraftModel(base.model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation_type": "dflash"},
+        {"use_mtp": True},
+        {"assistant_early_exit": 1},
+        {"assistant_ensemble_weight": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("in_config", [False, True])
+def test_options_of_transformers_own_loop_reach_it_or_are_refused_by_name(base, small, options, in_config):
+    calls = []
+    call = {"generation_config": GenerationConfig(**options, max_new_tokens=5)} if in_config else dict(options)
+    base.generate = lambda *args, **kwargs: calls.append(kwargs)
+    with specheads.patch(base):
+        base.generate(IDS, assistant_model=small, **call)
+        assert calls[0]["assistant_model"] is small and calls[0].keys() >= call.keys()
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* does not combine with drafts"):
+            base.generate(IDS, draft="lookup", **call)

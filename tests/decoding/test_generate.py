@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 import specheads
 from specheads import (
@@ -124,9 +124,9 @@ def test_what_a_config_leaves_open_is_the_models_own():
         ({"generation_config": GenerationConfig(num_beams=3, max_new_tokens=3)}, "beam search"),
         ({"assistant_model": object()}, r"no assistant_model=; give draft=DraftModel\(small\)"),
         ({"prompt_lookup_num_tokens": 3}, 'no prompt_lookup_num_tokens=; give draft="lookup:N"'),
-        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "no inputs_embeds="),
-        ({"past_key_values": DynamicCache()}, "no past_key_values="),
-        ({"cache": DynamicCache()}, "no cache="),
+        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "no inputs_embeds=; drafts continue ids"),
+        ({"speculation_type": "dflash"}, "speculation_type='dflash' does not combine with drafts"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 does not combine"),
         ({"custom_generate": lambda *args: None}, "no custom_generate="),
         ({"output_attentions": True}, "output_attentions=True is not kept"),
         ({"output_hidden_states": True}, "output_hidden_states=True is not kept"),

@@ -22,7 +22,7 @@ from transformers import (
 import specheads
 from specheads import SpecModel, convert
 from specheads.decoding.generation.context_limits import longest_text
-from tests.support.tiny_models import tiny_llama
+from tests.support.tiny_models import tiny_llama, tiny_llava
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -285,3 +285,37 @@ def test_what_generating_leaves_behind_can_be_trained_with_copied_and_written_to
     for buffer in (*model.base.buffers(), *model.head.buffers()):
         buffer.copy_(buffer.clone())  # as a broadcast among processes does
     assert torch.equal(copied.generate(IDS, max_new_tokens=4), model.generate(IDS, max_new_tokens=4))
+
+
+# --- The config, as evaluation tools read it ---
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_llava], ids=["llama", "llava"])
+def test_the_config_answers_for_the_bases_sizes_and_saves_none_of_them(make, tmp_path):
+    base = make()
+    model, text = convert(base, "medusa"), base.config.get_text_config()
+    for config in (model.config, copy.deepcopy(model).config, pickle.loads(pickle.dumps(model.config))):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
+            assert getattr(config, name) == getattr(text, name)
+        assert config.get_text_config().vocab_size == text.vocab_size
+        assert (
+            config.model_type == "specheads" and not hasattr(config, "n_ctx") and not hasattr(config, "sliding_window")
+        )
+    model.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    assert "max_position_embeddings" not in saved.replace(str(model.config.head), "") and '_base"' not in saved
+    assert "num_hidden_layers" not in model.config.to_dict() and "_base" not in model.config.to_dict()
+    loaded = SpecModel.from_pretrained(tmp_path, base=base)
+    assert loaded.config.max_position_embeddings == text.max_position_embeddings
+
+
+def test_a_gpt_2s_context_length_is_found_under_its_own_name():
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=97)
+    found = convert(GPT2LMHeadModel(config), "medusa").config
+    assert found.n_positions == found.max_position_embeddings == 64 and not hasattr(found, "n_ctx")

@@ -72,8 +72,8 @@ class StepCompiler:
     def state(self) -> Hashable:
         """What graphs depend on in the target, read once until the next `renew`."""
         if self._state is None:
-            offset, weight = self.target.offset, self.target.embed.weight
-            autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
+            offset, kind = self.target.offset, self.target.device.type
+            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
             with self.target.turn():  # another thread's pass replaces how modules run
                 base = module_state(self.target.base)
             self._state = (

@@ -45,7 +45,8 @@ class Context:
 
     root (B,): the last emitted token, not yet in the target's cache.
     features (B, P, F), following (B, P), new (B,): the target's features at the `new` positions committed since the
-      last proposal (at first the prompt), and the token after each; entries past `new` are meaningless.
+      last proposal (at first those of the prompt that were read), and the token after each; entries past `new` are
+      meaningless.
     last (B,): the column of the newest of them, 0 in a row that has none.
     history: each row's ids up to and including the root, unpadded, on the host.
     memory: what the drafter stores between proposals, such as its KV cache.
@@ -99,10 +100,15 @@ class Context:
         """The context after the prefill of ids (B, T), packed left, of lengths (B,); root (B,): the first new token."""
         last = lengths - 1
         following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last.unsqueeze(1), root.unsqueeze(1))
+        new = lengths
+        if (kept := target.kept) is not None:
+            column = kept.unsqueeze(1) + torch.arange(features.shape[1], device=kept.device)
+            following = following.gather(1, column.clamp(max=ids.shape[1] - 1))
+            new, last = lengths - kept, last - kept
         rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
         history = [[*row[:length], first] for row, length, first in rows]
         bound, source = ids.shape[1], target.source_ids
-        return cls(target, root, features, following, lengths, last, history, bound, top=top, source=source)
+        return cls(target, root, features, following, new, last, history, bound, top=top, source=source)
 
     def extend(self, advance: Advance, emitted: list[list[int]], ranks: list[list[int]]) -> Context:
         """The context after one step; emitted: the tokens each row gained; ranks: as in `Context`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.arguments import input_device
+from specheads.decoding.target.arguments import embedding_count, input_device
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
@@ -40,8 +40,7 @@ class CachedModel:
         """
         encoded = None if source is None else Source.encode(model, source)
         self.target = make_target(model, scratch=scratch, source=encoded)
-        weight: Any = model.get_input_embeddings().weight
-        self.device, self.last_id = input_device(model), len(weight) - 1
+        self.device, self.last_id = input_device(model), embedding_count(model) - 1
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         columns = max(map(len, rows))
         ids = torch.tensor([row + [0] * (columns - len(row)) for row in rows], device=self.device)

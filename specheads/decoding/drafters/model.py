@@ -17,6 +17,7 @@ from specheads.decoding.drafters.retokenize import RetokenizedText
 from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDraft, Plan, SampledTree
 from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.arguments import forward_arguments
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import UnsupportedModel, has_state, text_config, unwrapped, vocabulary_size
 from specheads.decoding.target.seq2seq import refuse_unsupported
@@ -45,6 +46,11 @@ class DraftModel(Drafter):
             missing = "tokenizer" if tokenizer is None else "target_tokenizer"
             raise ValueError(f"drafting through text takes the tokenizers of both models; {missing}= is missing")
         small = unwrapped(small)
+        if not writes_alone(small):
+            raise UnsupportedModel(
+                f"{type(small).__name__} drafts from another model's states, not from ids alone, so it is no draft "
+                "model; a drafter of transformers' own goes to the model's own generate(assistant_model=...)"
+            )
         self.reads_source = bool(small.config.is_encoder_decoder)
         if self.reads_source:
             refuse_unsupported(small)
@@ -162,6 +168,18 @@ class DraftModel(Drafter):
                 f"the draft model has a vocabulary of {size}, the target one of {vocab_size}: draft through text with "
                 "DraftModel(small, tokenizer=..., target_tokenizer=...), or take a draft model of the target's family"
             )
+
+
+def writes_alone(model: Any) -> bool:
+    """Is this a language model that continues ids by itself? transformers' own drafters (DFlash, Gemma 4's assistants)
+    have no language-model head, or read another model's states."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return bool(
+        isinstance(model, PreTrainedModel)
+        and model.can_generate()
+        and model.get_output_embeddings() is not None
+        and "input_ids" in forward_arguments(model)
+    )
 
 
 def refuse_other_kind(small: PreTrainedModel, target: str, is_encoder_decoder: bool) -> None:

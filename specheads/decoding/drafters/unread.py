@@ -33,13 +33,15 @@ class UnreadPositions:
     """The committed positions that one drafter has not read.
 
     memory: that drafter's own part of a context's. columns: of all steps held, padding included. read: how many
-    positions of each row the drafter has read; known: how many there were after the last step added.
+    positions of each row the drafter has read; known: how many there were after the last step added; both are counted
+    from the first position with features, `start` of each row.
     """
 
     memory: dict[str, Any] = field(default_factory=dict)
     columns: int = 0
     read: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)
     _parts: list[_Part] = field(default_factory=list)
 
     def add(self, context: Context) -> None:
@@ -47,7 +49,10 @@ class UnreadPositions:
         then gets no prompt, that step's positions are lost, and nothing is drafted for it again."""
         if not self.known:
             self.read = self.known = [0] * len(context.history)
-        before, self.known = self.known, [len(row) - 1 for row in context.history]
+            kept = context.target.kept
+            self.start = self.known if kept is None else kept.tolist()
+        before = self.known
+        self.known = [len(row) - 1 - start for row, start in zip(context.history, self.start, strict=True)]
         width = context.features.shape[1]
         counts = [min(now - then, width) for now, then in zip(self.known, before, strict=True)]
         self._parts.append(_Part(context.features, context.following, counts))

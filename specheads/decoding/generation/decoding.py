@@ -26,8 +26,10 @@ from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import Refill
+from specheads.decoding.target.activation_scales import scaled_by_pass
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching
+from specheads.decoding.target.verifier import Verifier
 
 logger = hf_logging.get_logger(__name__)
 
@@ -37,7 +39,8 @@ class Decoding:
     """A base model, what drafts for it, and how drafts are accepted.
 
     drafter: None for plain decoding. plan: None for the drafter's own. keep_divergences: as in decode().
-    compiled: what compiles the steps, None if nothing does.
+    compiled: what compiles the steps, None if nothing does. scaled_by_pass: what of the base makes logits depend on the
+    width of a pass, None if nothing is known to.
     """
 
     base: PreTrainedModel
@@ -46,6 +49,7 @@ class Decoding:
     accept: Acceptance
     keep_divergences: bool = False
     compiled: CompiledSteps | None = None
+    scaled_by_pass: str | None = None
 
     @classmethod
     def parse(
@@ -61,13 +65,29 @@ class Decoding:
             raise missing_draft_probs(rule, found)
         if output_divergences and not isinstance(rule, Fuzzy):
             raise ValueError(f"output_divergences=True is for accept=Fuzzy(...), which measures one, not for {rule!r}")
+        scaled = scaled_by_pass(base)
         if found is not None:
             warn_of_slow_bfloat16(base)
+            warn_of_scales(base, scaled)
         compiled = compiled_steps(base, compile) if compile else None
-        return cls(base, found, plan, rule, output_divergences, compiled)
+        return cls(base, found, plan, rule, output_divergences, compiled, scaled)
+
+    def prepare(
+        self, device: torch.device, do_sample: bool, *, source: Source | None = None, decoder_mask: Tensor | None = None
+    ) -> tuple[Verifier, Plan | None]:
+        """The target, and the plan of what is drafted for it. source, decoder_mask: for an encoder-decoder. ValueError
+        if the base cannot serve the plan."""
+        plan = self._plan_for(device, do_sample)
+        target = make_target(
+            self.base, self.drafter.layers if self.drafter else (), scratch=plan.num_nodes if plan else 1,
+            source=source, decoder_mask=decoder_mask, static=self.compiled is not None,
+        )  # fmt: skip
+        return target, plan
 
     def steps(
         self,
+        target: Verifier,
+        plan: Plan | None,
         ids: Tensor,
         lengths: Tensor,
         *,
@@ -76,24 +96,19 @@ class Decoding:
         max_new_tokens: int | Sequence[int],
         eos: Collection[int],
         inputs: ModelInputs | None = None,
-        source: Source | None = None,
-        decoder_mask: Tensor | None = None,
         keep_scores: bool = False,
         refill: Refill | None = None,
     ) -> Iterator[Step]:
-        """decode() of prompts ids (B, T), packed left, of lengths (B,). source, decoder_mask: for an encoder-decoder.
-
-        ValueError if the base cannot serve the plan."""
-        plan = self._plan_for(ids.device, sampler.do_sample)
-        target = make_target(
-            self.base, self.drafter.layers if self.drafter else (), scratch=plan.num_nodes if plan else 1,
-            source=source, decoder_mask=decoder_mask, static=self.compiled is not None,
-        )  # fmt: skip
+        """decode() of prompts ids (B, T), packed left, of lengths (B,), with what `prepare` returned."""
         return decode(
             target, self.drafter, ids, lengths, plan=plan, sampler=sampler, accept=self.accept, stop=stop,
             max_new_tokens=max_new_tokens, inputs=inputs, eos=eos, keep_scores=keep_scores,
             keep_divergences=self.keep_divergences, refill=refill, compiled=self.compiled,
         )  # fmt: skip
+
+    def is_lossless(self, rows: int) -> bool:
+        """Is the text of a batch of so many rows distributed as the base's own, token by token and row by row?"""
+        return self.accept.lossless and (self.scaled_by_pass is None or (self.drafter is None and rows == 1))
 
     def _plan_for(self, device: torch.device, do_sample: bool) -> Plan | None:
         if self.drafter is None:
@@ -106,6 +121,16 @@ class Decoding:
     def warn_past_limits(self, length: int) -> None:
         """Log a warning if a text of `length` tokens is longer than the base or the drafter was made for."""
         warn_past_limits(self.base, None if self.drafter is None else self.drafter.trained_length, length)
+
+
+def warn_of_scales(base: PreTrainedModel, scaled: str | None) -> None:
+    """Warn once if a pass that verifies drafts may give other logits than this base's own passes."""
+    if scaled is not None:
+        logger.warning_once(
+            f"{type(base).__name__}: {scaled} scales activations by all tokens of a pass, so passes over drafts can "
+            "give other logits than token by token, and another text: the output says lossless=False; give draft=False "
+            "for the model's own text"
+        )
 
 
 def warn_of_slow_bfloat16(base: PreTrainedModel) -> None:

@@ -7,14 +7,14 @@ they mean in transformers. Shapes: B batch rows, T prompt columns, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 from transformers.utils import logging as hf_logging
@@ -30,6 +30,7 @@ from specheads.decoding.generation.hf_options import (
     stop_string_criteria,
     without_stop_strings,
 )
+from specheads.decoding.generation.kept_text import keep_text, kept_prefix, take_cache
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
 from specheads.decoding.generation.prompt_batches import (
     left_order,
@@ -43,6 +44,8 @@ from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.arguments import CACHE_NAMES
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 from specheads.decoding.target.seq2seq import Source
@@ -83,8 +86,10 @@ def generate(
     that name. What cannot be compiled is decoded without compiling, after a warning.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are handled as generate()
-    handles them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
-    padded on the left, and masked positions between tokens are left out; the log says so where transformers differs.
+    handles them, or refused by name. adapter_names: those of each row, for a peft model. past_key_values: a
+    DynamicCache, empty or with the first tokens of the text, which are then not read; afterwards it holds the new text
+    too (docs/compatibility.md). A prompt padded on the right continues after its own last token, as if it were padded
+    on the left, and masked positions between tokens are left out; the log says so where transformers differs.
     Logits processors see each node's own prefix, with the caller's padding. One that keeps state from call to call
     stops the drafting, except xgrammar's, whose state follows the path. Stopping criteria see all rows after each
     token, as in transformers; rows ahead of the others decode further until the others have caught up.
@@ -92,7 +97,16 @@ def generate(
     Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True. With num_beams > 1
     drafting is refused, and the result is that of the base's own beam search.
     """
-    base = unwrapped(base)
+    base, front = unwrapped(base), base
+    if kwargs.get("adapter_names") is None:
+        front = base
+    elif front is base:
+        raise ValueError(
+            f"adapter_names= chooses among the adapters of a peft model, and this is {type(base).__name__}; give the "
+            "peft model itself"
+        )
+    elif not base.config.is_encoder_decoder:
+        Target(base)  # its tests of the base have one row, and the adapters are those of all rows
     config = effective_config(base, generation_config)
     searches_beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
     decoding = Decoding.parse(
@@ -104,6 +118,7 @@ def generate(
     prompts = inputs if inputs is not None else kwargs.get("input_ids")
     check_prompts(base, prompts, images=kwargs.get("pixel_values") is not None)
     refuse_arguments(kwargs)
+    cache = None if searches_beams else take_cache(base, kwargs)
     if searches_beams:
         if decoding.drafter is not None or accept is not None:
             raise ValueError(
@@ -113,7 +128,7 @@ def generate(
         if compile:
             logger.warning("compile=%r: beam search is the base's own, and its steps are not compiled", compile)
         options = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings, **kwargs}
-        beam_search: Any = base.generate
+        beam_search: Any = front.generate
         search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
         return _run_seeded(search, seed)
 
@@ -121,13 +136,14 @@ def generate(
         # No further named parameters: transformers would take their names for arguments of generate().
         source_ids = prompts if base.config.is_encoder_decoder else None
         return _run(
-            base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, **model_kwargs
-        )
+            base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, cache=cache,
+            **model_kwargs,
+        )  # fmt: skip
 
     if streamer is not None:
         kwargs["streamer"] = streamer
     return through_front_door(
-        base, run, inputs, generation_config=generation_config, stopping_criteria=stopping_criteria,
+        base, run, inputs, front=front, generation_config=generation_config, stopping_criteria=stopping_criteria,
         tokenizer=tokenizer, stop_strings=stop_strings, **kwargs,
     )  # fmt: skip
 
@@ -137,13 +153,16 @@ def through_front_door(
     run: Callable[..., Any],
     inputs: Tensor | None,
     *,
+    front: Any = None,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     tokenizer: Any = None,
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """run(base, ids, …) with the arguments as base.generate() prepares them. ValueError for options drafts refuse."""
+    """run(base, ids, …) with the arguments as base.generate() prepares them. ValueError for options drafts refuse.
+
+    front: the peft model around the base whose generate() is called, for adapters of each row."""
     if base.training and any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         raise ValueError(
             "a model that trains with gradient checkpointing keeps no keys to decode with; call eval() first"
@@ -156,8 +175,13 @@ def through_front_door(
         generation_config = without_stop_strings(generation_config)
     if base.generation_config.stop_strings:
         kwargs["stop_strings"] = None  # else transformers reads the model's own, and wants a tokenizer
-    return base.generate(  # type: ignore[operator]
-        inputs, generation_config=generation_config, stopping_criteria=stopping_criteria, custom_generate=run, **kwargs
+    caller: Any = front or base
+    return caller.generate(
+        inputs=inputs,
+        generation_config=generation_config,
+        stopping_criteria=stopping_criteria,
+        custom_generate=run,
+        **kwargs,
     )
 
 
@@ -172,6 +196,7 @@ def _run(
     seed: int | Sequence[int] | None,
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
+    cache: DynamicCache | None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     """What base.generate() runs in place of its own loop, with the arguments it has prepared."""
@@ -191,10 +216,14 @@ def _run(
     )
     text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
     decoding.warn_past_limits(max(prompts.counts))
+    cache = cache if config.use_cache else None
+    prefix = kept_prefix(base, cache, input_ids, model_kwargs)
+    target, plan = decoding.prepare(
+        device, do_sample, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask")
+    )
     for step in decoding.steps(
-        prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit, eos=stop.eos,
-        inputs=prompts.inputs, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask"),
-        keep_scores=bool(config.output_scores or config.output_logits),
+        target, plan, prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit, eos=stop.eos,
+        inputs=replace(prompts.inputs, prefix=prefix), keep_scores=bool(config.output_scores or config.output_logits),
     ):  # fmt: skip
         text.add(step)
     text.cut(stop.ends, input_ids.shape[1])
@@ -203,14 +232,19 @@ def _run(
     added = [len(row) - input_ids.shape[1] for row in text.rows]
     decoding.warn_past_limits(max(n + new for n, new in zip(prompts.counts, added, strict=True)))
     sequences = text.sequences(pad_id, input_ids.device)
+    if cache is not None or (config.use_cache and config.return_dict_in_generate):
+        cache = keep_text(cache, target, text.rows, input_ids.shape[1], model_kwargs.get("attention_mask"))
     if not config.return_dict_in_generate:
         return sequences
-    return (SpecSeq2SeqOutput if prompts.source else SpecGenerateOutput)(
+    kind = SpecSeq2SeqOutput if prompts.source else SpecGenerateOutput
+    given_cache: dict[str, Any] = {next(name for name in CACHE_NAMES if name in kind.__dataclass_fields__): cache}
+    return kind(
         sequences=sequences,  # type: ignore[arg-type]
         scores=stack_by_position(text.scores, 1) if config.output_scores else None,  # type: ignore[arg-type]
         logits=stack_by_position(text.scores, 0) if config.output_logits else None,  # type: ignore[arg-type]
         steps=text.steps,
-        lossless=decoding.accept.lossless,
+        lossless=decoding.is_lossless(len(prompts.rows)),
+        **given_cache,
     )
 
 

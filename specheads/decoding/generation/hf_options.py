@@ -14,16 +14,22 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
+from specheads.decoding.target.arguments import embedding_count
 from specheads.options import require_count, require_number, shown
 
-_BASES_OWN = "call the base's own generate() for that"
-REFUSED_ARGUMENTS = {  # name → what to do instead
+# What would replace the loop or its prompts → what to do instead.
+REFUSED_ARGUMENTS = {
     "assistant_model": "give draft=DraftModel(small), with both tokenizers if their vocabularies differ",
-    "prompt_lookup_num_tokens": 'give draft="lookup:N"', "custom_generate": _BASES_OWN, "inputs_embeds": _BASES_OWN,
-    "cache": _BASES_OWN, "past_key_values": _BASES_OWN,
-}  # fmt: skip
+    "prompt_lookup_num_tokens": 'give draft="lookup:N"',
+    "custom_generate": "call the base's own generate() for that",
+    "inputs_embeds": "drafts continue ids: give input_ids (and pixel_values … for images), or call the base's own "
+    "generate() for prompts that have no ids",
+}
 # Other decoding methods, which our loop would ignore, and token healing, whose tokenizer we do not pass on.
-OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
+OTHER_DECODING = (
+    "penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing", "speculation_type",
+    "assistant_early_exit", "assistant_ensemble_weight",
+)  # fmt: skip
 LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -65,12 +71,11 @@ def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:
 def _check_vocabulary(base: PreTrainedModel, prompts: Tensor, *, images: bool) -> None:
     if not prompts.numel():
         return
-    weight: Any = base.get_input_embeddings().weight
-    least, most = int(prompts.min()), int(prompts.max())
-    if least < 0 or (most >= len(weight) > 0 and not images):  # a sharded matrix may be empty here
+    least, most, count = int(prompts.min()), int(prompts.max()), embedding_count(base)
+    if least < 0 or (most >= count > 0 and not images):  # a sharded matrix may be empty here
         raise ValueError(
             f"the prompts hold id {least if least < 0 else most}, and the model has embeddings for 0 to "
-            f"{len(weight) - 1}; is the tokenizer that of another model?"
+            f"{count - 1}; is the tokenizer that of another model?"
         )
 
 

@@ -213,7 +213,7 @@ class _Many:
         self.decoding.warn_past_limits(len(prompt.ids) + len(slot.tokens))
         if self.tokenizer is not None:
             text = self.tokenizer.decode(slot.tokens, skip_special_tokens=True)
-        seed, lossless = self._seed_of(prompt), self.decoding.accept.lossless
+        seed, lossless = self._seed_of(prompt), self.decoding.is_lossless(self.batch_size)
         return Continuation(prompt.index, prompt.source, slot.tokens, text, seed, slot.steps, lossless)
 
 

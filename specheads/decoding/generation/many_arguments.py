@@ -15,11 +15,13 @@ from specheads.decoding.generation.hf_options import (
     refuse_arguments,
     stop_string_criteria,
 )
+from specheads.decoding.target.arguments import CACHE_NAMES, embedding_count
 from specheads.options import require_count, shown
 
 # Arguments that are themselves prompts, or say how the result of one call of generate() is returned.
 REFUSED = (
     "input_ids", "attention_mask", "streamer", "return_dict_in_generate", "output_scores", "output_logits",
+    "adapter_names", *CACHE_NAMES,
 )  # fmt: skip
 
 
@@ -109,10 +111,10 @@ def encode_prompt(
         raise TypeError(f"prompt {index} must be a text or a list of ids, not {shown(prompt)}")
     if not ids:
         raise ValueError(f"prompt {index} has no tokens; give at least one")
-    weight: Any = base.get_input_embeddings().weight
-    if not 0 <= min(ids) <= max(ids) < (len(weight) or max(ids) + 1):  # a sharded matrix may be empty here
+    count = embedding_count(base)
+    if not 0 <= min(ids) <= max(ids) < (count or max(ids) + 1):  # a sharded matrix may be empty here
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise ValueError(f"prompt {index} holds id {wrong}, and the model has embeddings for 0 to {len(weight) - 1}")
+        raise ValueError(f"prompt {index} holds id {wrong}, and the model has embeddings for 0 to {count - 1}")
     if base.config.is_encoder_decoder:
         return list(ids)
     config = effective_config(base, options.get("generation_config"))

@@ -85,10 +85,11 @@ class SlotDecoder:
                 sampler.replace_row(row, prompt.processors, prompt.index)
             return NewRows(rows, *_pack(new, device), [one.stop.limit for one in new], self._seeds(new))
 
+        target, plan = self.decoding.prepare(device, first.do_sample, source=_stack_sources(prompts))
         for step in self.decoding.steps(
-            *_pack(prompts, device), sampler=sampler, stop=stop, eos=first.stop.eos,
+            target, plan, *_pack(prompts, device), sampler=sampler, stop=stop, eos=first.stop.eos,
             max_new_tokens=[one.stop.limit for one in prompts], inputs=first.inputs if len(prompts) == 1 else None,
-            source=_stack_sources(prompts), keep_scores=first.stop.scores is not None,
+            keep_scores=first.stop.scores is not None,
             refill=None if waiting is None else refill,
         ):  # fmt: skip
             for row, slot in enumerate(slots):

@@ -38,4 +38,15 @@ def input_device(base: PreTrainedModel) -> torch.device:
     embeddings: Any = base.get_input_embeddings()
     # Between calls an offloaded layer's weight is on meta, and its hook knows where it computes.
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return torch.device(embeddings.weight.device if device is None else device)
+    if device is None:
+        # Of a quantised module `weight` may be a method, or be missing.
+        weight = embeddings.weight if isinstance(embeddings.weight, torch.Tensor) else next(base.parameters())
+        device = weight.device
+    return torch.device(device)
+
+
+def embedding_count(base: PreTrainedModel) -> int:
+    """How many ids have an input embedding; 0 where a launcher shards the matrix."""
+    embeddings: Any = base.get_input_embeddings()
+    # Of a quantised module `weight` may be a method.
+    return len(embeddings.weight) if isinstance(embeddings.weight, torch.Tensor) else embeddings.num_embeddings

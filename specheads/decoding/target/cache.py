@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from specheads.decoding.target.model_inputs import Layers
 from specheads.decoding.target.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates
 from specheads.decoding.target.slot_writes import move_rows
 from specheads.decoding.target.tree_layer import TreeLayer, TreeStateLayer, Window
@@ -58,6 +59,18 @@ class TreeCache(Cache):
         self.views: list[list[tuple[TreeLayer, str]]] = []  # per stack: the layer of each entry, and "keys" or "values"
         self.lengths: Tensor
         self.bound = 0
+
+    def load_prefix(self, layers: Layers, lengths: Tensor, bound: int) -> None:
+        """Commit the first lengths (B,) of these keys and values, one entry for each layer that keeps any. ValueError
+        for another number of layers."""
+        if len(layers) > len(self.tree_layers):
+            raise ValueError(
+                f"the cache has {len(layers)} layers, and the model {len(self.tree_layers)}; it is another model's"
+            )
+        for layer, pair in zip(self.tree_layers, layers, strict=False):
+            if pair is not None:
+                (layer.keys, layer.values), layer.is_initialized = [part[:, :, :bound] for part in pair], True
+        self.load_prompt(lengths, bound)
 
     def load_prompt(self, lengths: Tensor, bound: int) -> None:
         """Commit the prompts that the layers hold, packed left in `bound` columns, and stack the buffers."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from specheads.decoding.target.arguments import cache_argument, forward_arguments, input_device
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
@@ -32,13 +34,15 @@ from specheads.decoding.target.hf_base import (
     text_config,
     vocabulary_size,
 )
-from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.target.model_inputs import PER_TOKEN, ModelInputs, Prefix
 from specheads.decoding.target.recurrent import RecurrentModule
 from specheads.decoding.target.recurrent_modules import recurrent_modules
 from specheads.decoding.target.rope_switch import rope_switch
 from specheads.decoding.target.taps import last_output_kept, run_tapped
 from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
+
+logger = hf_logging.get_logger(__name__)
 
 
 class Target(Verifier):
@@ -93,7 +97,7 @@ class Target(Verifier):
             rooms, room = ids.new_tensor(room), max(room)
             self.limit, self._last_position = columns + room, (lengths + rooms - 2).unsqueeze(1)
         self._refuse_slot_scaling()
-        self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
+        self.offset, self.prompt_lengths = inputs.offset(lengths), lengths
         ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
         self.switch = rope_switch(self.base, self.config, columns + ahead, max(columns, inputs.columns) + ahead)
         if self.switch and self.switch.rereads and room > self.switch.room and (inputs.prompt or ahead):
@@ -103,8 +107,20 @@ class Target(Verifier):
             )
         if self.switch and self.switch.kind == "dynamic":
             # A short pass restores the frequencies if an earlier, longer text has changed them.
-            self.base(input_ids=ids[:1, :1], use_cache=False)
+            self.base(input_ids=ids[:, :1], use_cache=False)  # of all rows: each may have its own adapter
+        if inputs.prefix is not None and (reason := self._unfit_prefix(inputs, columns + ahead)):
+            logger.warning("the cache is of no use to %s: the whole text is read", reason)
+            inputs = replace(inputs, prefix=None)
+        self.inputs, self.kept = inputs, None if inputs.prefix is None else inputs.prefix.lengths
         return self._forward_prompts(ids, lengths, inputs)
+
+    def _unfit_prefix(self, inputs: ModelInputs, position: int) -> str:
+        """Why prompts up to this position cannot continue keys and values from an earlier call; "" if they can."""
+        if others := sorted(set(inputs.prompt) - set(PER_TOKEN)):
+            return f"prompts of more than text ({', '.join(f'{name}=' for name in others)})"
+        if self.switch is not None and position > self.switch.boundary:
+            return f"a text of more than {self.switch.boundary} tokens, where the positions of this model change"
+        return ""
 
     def _forward_prompts(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
         """The pass of `prefill`, into a new cache."""
@@ -117,22 +133,49 @@ class Target(Verifier):
         )  # fmt: skip
         if self.cache.recurrent is not None:
             self.cache.recurrent.begin_text(lengths.tolist())
-        position = torch.arange(columns, device=ids.device).expand(batch, columns)
-        mask = (position < lengths.unsqueeze(1)).long() if inputs.prompt and bool((lengths < columns).any()) else None
-        if inputs.positions is not None:
-            position = inputs.positions
-        last, extra = lengths - 1, dict(inputs.prompt)
+        mask: Any = None
+        extra = dict(inputs.prompt)
+        if inputs.prefix is None:
+            position = torch.arange(columns, device=ids.device).expand(batch, columns)
+            if inputs.prompt and bool((lengths < columns).any()):
+                mask = (position < lengths.unsqueeze(1)).long()
+            if inputs.positions is not None:
+                position = inputs.positions
+            last = lengths - 1
+        else:
+            position, index, mask, last = self._load_prefix(inputs.prefix, lengths, columns)
+            ids, extra = ids.gather(1, index), {name: value.gather(1, index) for name, value in extra.items()}
+            if inputs.positions is not None:
+                position = inputs.positions.gather(-1, index.expand(*inputs.positions.shape[:-1], -1))
         if "logits_to_keep" in forward_arguments(self.base):
             # Project to the vocabulary only where some row ends. A list, since a tensor might be on another device than
             # the last hidden states of a base that is spread over devices.
-            ends = lengths.tolist()
-            kept = sorted({end - 1 for end in ends})
-            last = last.new_tensor([kept.index(end - 1) for end in ends])
+            ends = last.tolist()
+            kept = sorted(set(ends))
+            last = last.new_tensor([kept.index(end) for end in ends])
             extra["logits_to_keep"] = kept
         logits, features = self._forward(ids, position, mask, **extra)
-        self.cache.load_prompt(lengths, columns)
+        if inputs.prefix is None:
+            self.cache.load_prompt(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
+
+    def _load_prefix(
+        self, prefix: Prefix, lengths: Tensor, columns: int
+    ) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor], Tensor]:
+        """Begin a pass over the tokens after the prefix, U columns: their positions and columns in the prompts (B, U),
+        the masks, and the last column (B,) of each row."""
+        cache, count = self.cache, lengths - prefix.lengths
+        cache.load_prefix(prefix.layers, prefix.lengths, int(prefix.lengths.max()))
+        cache.prepare(columns)
+        position = cache.append(int(count.max()), count)
+        query = position.unsqueeze(2)
+
+        def mask(reach: Reach) -> Tensor:
+            return additive((cache.positions <= query) & reach(query, cache.positions), self.base.dtype)
+
+        fed = torch.minimum(position, self._last_position)
+        return fed, position.clamp(max=columns - 1), self._masks(mask), count - 1
 
     @torch.no_grad()
     def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: Sequence[int]) -> TargetOutput:

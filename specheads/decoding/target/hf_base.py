@@ -13,7 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+)
 from transformers.utils import output_capturing
 
 from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments, input_device
@@ -73,6 +78,11 @@ def unwrapped(base: Any) -> PreTrainedModel:
         raise TypeError(
             f"expected a transformers model, not {given}; load one with AutoModelForCausalLM.from_pretrained(name)"
         )
+    if base.get_output_embeddings() is None and not _has_language_model(base.config):
+        raise UnsupportedModel(
+            f"{type(base).__name__} is no language model, and its kind has none: a drafter of transformers' own goes "
+            "to the model's own generate(assistant_model=...)"
+        )
     if base.get_output_embeddings() is None:
         loader = "AutoModelForSeq2SeqLM" if base.config.is_encoder_decoder else "AutoModelForCausalLM"
         raise UnsupportedModel(f"{type(base).__name__} has no language-model head; load it with {loader}")
@@ -82,6 +92,17 @@ def unwrapped(base: Any) -> PreTrainedModel:
             "own generate() too; set model.config.return_dict = True"
         )
     return base
+
+
+def _has_language_model(config: Any) -> bool:
+    """Does transformers, or the code that comes with a checkpoint, have a language model for such a config?"""
+    own_code = getattr(config, "auto_map", None) or {}
+    mappings = (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+    return any(type(config) in mapping for mapping in mappings) or any("LM" in name for name in own_code)
 
 
 def decoder_of(base: Any) -> Any:
@@ -167,8 +188,15 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, the number of logits the model returns per token."""
-    weight: Any = model.get_output_embeddings().weight
-    return len(weight)
+    lm_head: Any = model.get_output_embeddings()
+    # Of a quantised module `weight` may be a method, or packed into fewer rows.
+    return getattr(lm_head, "out_features", None) or len(lm_head.weight)
+
+
+def has_floating_weight(module: Any) -> bool:
+    """Does the module compute with a weight in floating point? Quantised ones hold whole numbers, or a method."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.is_floating_point()
 
 
 def has_state(base: PreTrainedModel) -> bool:
@@ -243,7 +271,9 @@ def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Last hidden states (…, H) → the base's logits (…, V), on the same device: lm_head, then the scale and soft-cap of
     its config, which models apply outside lm_head."""
     lm_head = base.get_output_embeddings()
-    logits = lm_head(hidden.to(lm_head.weight.dtype)).to(hidden.device)
+    if has_floating_weight(lm_head):
+        hidden = hidden.to(lm_head.weight.dtype)
+    logits = lm_head(hidden).to(hidden.device)
     config = text_config(base)
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale

@@ -22,7 +22,7 @@ _HANDLED = {
     "output_hidden_states", "labels", "cache_position", "next_sequence_length",
 }  # fmt: skip
 _ENCODED = ("encoder_outputs", "decoder_attention_mask")
-_PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")
+PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")
 # Read by the prompt's pass only: transformers' list, the grids from which Qwen's positions are computed, and Gemma 4's
 # patch positions, which transformers 5.17 does not list.
 _PROMPT_ONLY = (
@@ -31,19 +31,35 @@ _PROMPT_ONLY = (
 )  # fmt: skip
 
 
+# Per layer of the cache: keys and values (B, heads, P, d), None for a layer without its own.
+Layers = list[tuple[Tensor, Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values of the first tokens of each prompt, packed left, read in an earlier call.
+
+    lengths (B,): how many tokens of each row; at least its last one is left to read.
+    """
+
+    layers: Layers
+    lengths: Tensor
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """prompt: further arguments of forward() for the pass over the prompts; those with a value per token packed left.
 
     positions (B, T) or (A, B, T): of the prompts' tokens, packed left; None if they count from 0. token_types (B, T):
     likewise; generated tokens get the type of the prompt's last token, as in transformers. columns: the width of the
-    prompts, padding included.
+    prompts, padding included. prefix: the part of the prompts that need not be read.
     """
 
     prompt: dict[str, Any] = field(default_factory=dict)
     positions: Tensor | None = None
     token_types: Tensor | None = None
     columns: int = 0
+    prefix: Prefix | None = None
 
     def offset(self, lengths: Tensor) -> Tensor | None:
         """(B, 1) or (A, B, 1): the position of a token after the prompt, minus the number of tokens before it."""
@@ -76,9 +92,9 @@ def model_inputs(
     prepared = prepare(ids, attention_mask=mask, is_first_iteration=True, use_cache=True, **rest)
     prepared = {name: value for name, value in prepared.items() if name not in _HANDLED and value is not None}
     lost = [name for name in rest if name not in prepared and name not in _PROMPT_ONLY]
-    unknown = [name for name in prepared if name in rest and name not in (*_PER_TOKEN, *_PROMPT_ONLY)]
+    unknown = [name for name in prepared if name in rest and name not in (*PER_TOKEN, *_PROMPT_ONLY)]
     refuse_arguments(base, [*lost, *unknown])
-    packed = {name: _pack(prepared.pop(name), ids, order, name) for name in _PER_TOKEN if name in prepared}
+    packed = {name: _pack(prepared.pop(name), ids, order, name) for name in PER_TOKEN if name in prepared}
     positions = packed.pop("position_ids", None)
     if positions is not None and bool((positions == torch.arange(positions.shape[-1], device=ids.device)).all()):
         positions = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from specheads.decoding.target.arguments import cache_argument, input_device
+from specheads.decoding.target.arguments import cache_argument, embedding_count, input_device
 from specheads.decoding.target.recurrent import Inputs, RecurrentLayer, RecurrentModule, StateCell
 
 TOKENS, FIRST = 6, 3  # of the trial pass, and how many of them come before a state is continued
@@ -93,8 +93,7 @@ def _trace(base: PreTrainedModel) -> tuple[DynamicCache, dict, dict, dict]:
         hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         hooks.append(module.register_forward_hook(leave))
     try:
-        weight: Any = base.get_input_embeddings().weight
-        ids = torch.arange(TOKENS, device=input_device(base)).unsqueeze(0) % len(weight)
+        ids = torch.arange(TOKENS, device=input_device(base)).unsqueeze(0) % embedding_count(base)
         base(input_ids=ids, use_cache=True, **{cache_argument(base): cache})
     except (ValueError, TypeError, AttributeError) as error:
         raise UnsupportedState(

@@ -16,7 +16,13 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
-from specheads.decoding.target.arguments import CACHE_NAMES, cache_argument, forward_arguments, input_device
+from specheads.decoding.target.arguments import (
+    CACHE_NAMES,
+    cache_argument,
+    embedding_count,
+    forward_arguments,
+    input_device,
+)
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import UnsupportedModel, text_config, vocabulary_size
 from specheads.decoding.target.model_inputs import ModelInputs
@@ -44,13 +50,12 @@ class Source:
     @torch.no_grad()
     def encode(cls, base: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Source:
         """Run the encoder of `base` once, over rows of ids, none empty. Ids past its vocabulary become its last id."""
-        weight: Any = base.get_input_embeddings().weight
         width, device = max(map(len, rows)), input_device(base)
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         encoder: Any = base.get_encoder()
         hidden = encoder(
-            input_ids=ids.clamp(max=len(weight) - 1), attention_mask=mask, return_dict=True
+            input_ids=ids.clamp(max=embedding_count(base) - 1), attention_mask=mask, return_dict=True
         ).last_hidden_state
         return cls(hidden, mask, [list(row) for row in rows])
 

@@ -41,6 +41,8 @@ class Verifier(Protocol):
     has_state: recurrent layers carry a state from token to token.
     active (B,): the rows whose outputs matter, None for all. The loop sets it before each step.
     switch: set by `prefill` if positions depend on the length of the texts, else None.
+    kept (B,): set by `prefill` if it read only what follows so many tokens of each prompt, whose features it does not
+      give; else None.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Verifier(Protocol):
     has_state: bool = False
     active: Tensor | None = None
     switch: RopeSwitch | None = None
+    kept: Tensor | None = None
 
     @property
     def vocab_size(self) -> int: ...
@@ -65,7 +68,7 @@ class Verifier(Protocol):
         or one a row.
 
         inputs: what the model takes besides ids. Returns the logits after each row's last token, (B, 1, V), and
-        features (B, T, F).
+        features (B, T, F), those of the tokens it read, packed left.
         """
         ...
 

@@ -6,7 +6,8 @@ A config may come from a stranger, so it is checked before memory is allocated f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,7 +18,22 @@ MOST_LAYERS = 64  # layers, or depths with a head each
 DEEPEST = 1024  # tokens of one draft
 MOST_NODES = 1024  # of a default static tree, and ranks at a node
 ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks against the base's layers
+MOST_POSITIONS = 2**27  # of a text
 MOST_LISTED = 64  # entries of a list, such as tapped layers
+_MOST_TABLES = 8  # tables and lists within one another
+# Names of a config's entries, as patterns → (least, greatest) value; the first that fits counts.
+_PLAUSIBLE = (
+    (r"(^|_)eps(ilon)?$", 0, 1),
+    (r"^rope_theta$", 1e-3, 2**50),
+    (r"position|seq_len|max_len|context_len|window", -1, MOST_POSITIONS),
+    (r"^num_(hidden_)?layers$|^n_layers?$|(en|de)coder_layers$", 0, 1024),
+    (r"^num_|^n_(head|routed|shared)", -1, 2**14),
+    (r"size|dim|rank|width", -1, 2**25),
+    (r"", -(2**53), 2**53),
+)
+# Entries by which transformers chooses kernels, remote classes and quantisers.
+_CODE = re.compile("implementation|auto_map|remote_code|quantization_config|use_kernels|kernel_config")
+_SPECIAL = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _EXPECTED = {
     int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "a list",
 }  # fmt: skip
@@ -71,6 +87,40 @@ def _is(value: object, kind: type) -> bool:
     if kind is tuple:
         return isinstance(value, tuple | list)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def chooses_code(name: str) -> bool:
+    """Does transformers choose code by a config's entry of this name: a kernel, a remote class, a quantiser?"""
+    return _CODE.search(name) is not None
+
+
+def check_config_table(table: Mapping[str, Any], said: str) -> None:
+    """ValueError, which begins with `said`, for a model's config that chooses code, or has a number that no model has.
+
+    The rules are the same in nested tables. A model has an infinite number only as a limit.
+    """
+    for name, value in _entries(table, said):
+        if chooses_code(name) and value not in (None, False):
+            raise ValueError(f"{said}: {name}={shown(value)} chooses code, which a head's file may not; leave it out")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least, most = next((low, high) for pattern, low, high in _PLAUSIBLE if re.search(pattern, name))
+        if not least <= value <= most and not (name.endswith("limit") and abs(value) == math.inf):
+            raise ValueError(f"{said}: {name}={shown(value)} must be a number from {least:g} to {most:g}")
+
+
+def _entries(table: Mapping[str, Any], said: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The names and values in a table and in those within it; the values in a list have the list's name."""
+    if depth > _MOST_TABLES:
+        raise ValueError(f"{said} is nested deeper than any config")
+    for name, value in table.items():
+        if isinstance(value, Mapping) and isinstance(text := value.get("__float__"), str):
+            value = _SPECIAL.get(text, value)  # as transformers writes what JSON lacks
+        yield str(name), value
+        if isinstance(value, Mapping):
+            yield from _entries(value, said, depth + 1)
+        for one in value if isinstance(value, list | tuple) else ():
+            yield from _entries({name: one}, said, depth + 1)
 
 
 def check_choices(kind: str, choices: Sequence[Sequence[int]], max_depth: int, vocabulary: int | None) -> None:

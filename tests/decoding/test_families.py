@@ -4,6 +4,8 @@ Each family is a tiny random model of tests/support/families.py; a drafter that 
 accept deeply and by different lengths in each row, which untrained heads never would.
 """
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -260,3 +262,16 @@ def test_head_of_another_dtype_generates_and_trains(kind, base_dtype, head_dtype
     optimizer.step()
     assert torch.isfinite(out.loss)
     assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())
+
+
+def test_a_recurrent_module_that_was_replaced_is_found_again():
+    base, ids = build(*RECURRENT["Qwen3.5"]), torch.tensor([[5, 9, 33, 12, 5, 9, 33]])
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    before = generate(base, ids, draft="lookup", **options)
+    for layer in base.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn = copy.deepcopy(layer.linear_attn)
+            with torch.no_grad():
+                layer.linear_attn.out_proj.weight.neg_()
+    after = generate(base, ids, draft="lookup", **options)
+    assert torch.equal(after, base.generate(ids, **options)) and not torch.equal(after, before)

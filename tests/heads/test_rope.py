@@ -123,7 +123,7 @@ REFUSED = {
     "another type's": ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32}, "unknown option .* 'beta_fast'"),
     "missing": ({"rope_type": "llama3", "factor": 8.0}, "needs rope_theta, low_freq_factor, high_freq_factor, or"),
     "no theta": ({"rope_type": "linear", "factor": 2.0}, "needs rope_theta"),
-    "a small factor": ({**LINEAR, "factor": 0.5}, "factor=0.5; expected a number from 1 on"),
+    "a small factor": ({**LINEAR, "factor": 0.5}, "factor=0.5; expected a number from 1 to"),
     "no number": ({**LINEAR, "factor": "2"}, "factor='2'; expected a number"),
     "a truth": ({**LINEAR, "factor": True}, "factor=True; expected a number"),
     "endless": ({**LINEAR, "factor": float("inf")}, "factor=inf; expected"),

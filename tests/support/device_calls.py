@@ -19,6 +19,7 @@ from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.models.build import build_head
 from tests.reference.slow_heads import shallow_spec_model
 from tests.support import random_calls
+from tests.support.child_end import report_done
 from tests.support.prompts import PROMPTS, padded
 from tests.support.second_device import DEVICE, host, on_device, place
 from tests.support.tiny_models import near
@@ -140,3 +141,4 @@ if __name__ == "__main__":
             print(f"{seed}: {reason}")
         except Exception as error:
             raise AssertionError(random_calls.draw(seed)) from error
+    report_done()

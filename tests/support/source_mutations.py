@@ -29,6 +29,7 @@ CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
 COMPILED = "decoding/test_compiled.py"
 GRAPHS = "decoding/test_compiled_graphs.py"
+CHANGED = "decoding/test_compiled_changes.py"
 DIVERGENCES = "decoding/test_divergences.py"
 FEW_ROWS = "decoding/test_few_rows.py"
 FEW_QUERIES = "decoding/test_few_queries.py"
@@ -248,8 +249,10 @@ MUTATIONS = (
     # --- Compiled steps ---
     M("graph of another cache size", "decoding.compiled.step_compiler:StepCompiler.key",
       "cache.end, cache.size, *others", "*others", GRAPHS, "longer_prompt"),
-    M("graph of another adapter scale", "decoding.compiled.keys:module_state",
-      '"scaling"', '"rank"', GRAPHS, "adapter_scales"),
+    M("graph of another adapter scale", "decoding.compiled.module_state:_Walk.of_parts",
+      "(name not in _TABLES or value)", "(name in _TABLES and value)", GRAPHS, "adapter_scales"),
+    M("graph of a replaced class", "decoding.compiled.module_state:_Walk.of_parts",
+      "return ref(kind), *own", "return tuple(own)", CHANGED, "key and norm"),
     M("temperature baked into a graph", "decoding.compiled.keys:options_as_tensors",
       "for name in names", "for name in ()", GRAPHS, "after_the_first_text"),
     M("graph of another rule", "decoding.compiled.step_compiler:StepCompiler.judging",

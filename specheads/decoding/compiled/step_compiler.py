@@ -12,13 +12,8 @@ from transformers.generation import logits_process as hf
 
 from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.compiled.graphs import DEFAULT_BACKEND, CompiledSteps
-from specheads.decoding.compiled.keys import (
-    constants_of,
-    draft_shapes,
-    module_state,
-    options_as_tensors,
-    torch_settings,
-)
+from specheads.decoding.compiled.keys import draft_shapes, options_as_tensors, torch_settings
+from specheads.decoding.compiled.module_state import code_of, constants_of, module_state
 from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
 from specheads.decoding.planner.plan import unwrapped_plan
@@ -66,7 +61,8 @@ class StepCompiler:
         self.whole = self.judges and (drafter is None or (drafter.on_device and self.grows(plan)))
         self.judges &= self.whole or not branches_at_random(plan)
         self._state: Hashable = None
-        self._modules: dict[nn.Module, Hashable] = {}
+        self._drafters: dict[int, tuple[Any, Hashable]] = {}  # by id, with the drafter that has it
+        self._code = code_of(self.accept, *sampler.processors)
 
     @property
     def state(self) -> Hashable:
@@ -85,19 +81,16 @@ class StepCompiler:
             )
         return self._state
 
-    def state_of(self, module: nn.Module | None) -> Hashable:
-        """What a graph with this module depends on, read once until the next `renew`."""
-        if module is None:
-            return None
-        if module not in self._modules:
-            options = repr(getattr(module, "config", None))
-            self._modules[module] = module_state(module), options
-        return self._modules[module]
+    def state_of(self, drafter: Any) -> Hashable:
+        """What a graph with this drafter, or the module that it runs, depends on; read once until the next `renew`."""
+        if id(drafter) not in self._drafters:
+            self._drafters[id(drafter)] = drafter, module_state(drafter)
+        return self._drafters[id(drafter)][1]
 
     def renew(self) -> None:
         """Read the state again, after new prompts have come into the batch."""
         self._state = None
-        self._modules.clear()
+        self._drafters.clear()
 
     def key(self, *others: Any) -> Hashable:
         """The key of a graph that depends on the target and on `others`."""
@@ -108,7 +101,7 @@ class StepCompiler:
     def judging(self) -> Hashable:
         """What judging depends on besides the tree."""
         processors = tuple(map(constants_of, self.sampler.processors))
-        return self.num_top, self.sampler.do_sample, constants_of(self.accept), processors
+        return self.num_top, self.sampler.do_sample, constants_of(self.accept), processors, self._code
 
     def whole_step(
         self, context: Context, numbers: Callable[[int], Tensor | None], active: Tensor, count: Tensor, limits: Tensor,
@@ -138,7 +131,8 @@ class StepCompiler:
             if unread is not None:
                 drafter.propose(unread, Sampler(), NoDraft(plan))
             caches = tuple((cache.end, cache.size) for cache in context.caches)
-            key = self.key(self.judging, type(drafter), self.state_of(module), plan, context.features.shape[1], caches)
+            state = self.state_of(drafter if module is None else module)
+            key = self.key(self.judging, type(drafter), state, plan, context.features.shape[1], caches)
         return self._run(
             whole_step, key, self.target, drafter, plan, self.accept, self.sampler, context, numbers(depth), active,
             self.num_top, *(() if self.by_target else (count, limits)), module=module,

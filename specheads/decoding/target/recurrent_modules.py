@@ -31,11 +31,11 @@ _found: WeakKeyDictionary[PreTrainedModel, dict[Hashable, list[RecurrentModule]]
 
 
 def recurrent_modules(base: PreTrainedModel) -> list[RecurrentModule]:
-    """The modules with a state, in layer order; found once per base, dtype and device. UnsupportedState if they cannot
-    be served."""
+    """The modules with a state, in layer order; found once per base, dtype and device, and again once one of them has
+    been replaced. UnsupportedState if they cannot be served."""
     with probe_lock:
         found, key = _found.setdefault(base, {}), (base.dtype, base.device)
-        if key not in found:
+        if key not in found or not {one.module for one in found[key]}.issubset(base.modules()):
             found[key] = _find_modules(base)
         return found[key]
 

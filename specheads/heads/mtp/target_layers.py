@@ -25,16 +25,11 @@ from specheads.decoding.target.hf_base import UnsupportedModel, layer_reach
 from specheads.decoding.target.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from specheads.heads.layers.rope import LENGTH_DEPENDENT, RotaryTable, rope_type
+from specheads.heads.limits import check_config_table, chooses_code
 from specheads.options import reason, shown
 
-# Entries of a config that do not affect the form of a layer.
-_LEFT_OUT = {
-    "_name_or_path", "_attn_implementation", "architectures", "auto_map", "dtype", "quantization_config", "torch_dtype",
-    "transformers_version",
-}  # fmt: skip
-_MOST_NUMBER = 2**31
-_MOST_COUNT = 2**12  # layers, attention heads or experts
-_COUNTS = ("num_", "n_layer", "n_head", "n_routed", "n_shared")
+# Entries of a config that do not affect the form of a layer, besides those that choose code.
+_LEFT_OUT = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 _FULL = ("full_attention", "attention")
 _PARTS = ("mlp", "moe")  # layers that are only a feed-forward part
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
@@ -53,7 +48,7 @@ def config_table(base_config: PreTrainedConfig) -> dict[str, Any]:
             f"{shown(base_config.model_type)}; use another kind of head"
         )
     table = json.loads(base_config.to_json_string(use_diff=True))
-    table = {name: value for name, value in table.items() if name not in _LEFT_OUT}
+    table = {name: value for name, value in table.items() if name not in _LEFT_OUT and not chooses_code(name)}
     rope = table.get("rope_parameters")
     if isinstance(rope, dict):
         kinds = {name: one for name, one in rope.items() if isinstance(one, dict)}
@@ -72,27 +67,11 @@ def _fixed(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_table(table: Mapping[str, Any]) -> None:
-    """ValueError for a table that is no config, or has sizes beyond any model's."""
+    """ValueError for a table that is no config, chooses code, or has numbers beyond any model's."""
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"mtp head option target_config: model_type={shown(kind)} is not one of transformers'")
-    for name, value in _numbers(table):
-        most = _MOST_COUNT if name.startswith(_COUNTS) else _MOST_NUMBER
-        if isinstance(value, int) and abs(value) > most:
-            raise ValueError(f"mtp head option target_config: {name}={value} must be at most {most}")
-
-
-def _numbers(table: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, int | float]]:
-    if depth > 8:
-        raise ValueError("mtp head option target_config is nested deeper than any config")
-    if isinstance(table, Mapping):
-        for key, value in table.items():
-            yield from _numbers(value, str(key), depth + 1)
-    elif isinstance(table, list | tuple):
-        for value in table:
-            yield from _numbers(value, name, depth + 1)
-    elif isinstance(table, int | float):
-        yield name, table
+    check_config_table(table, "mtp head option target_config")
 
 
 class TargetLayers:

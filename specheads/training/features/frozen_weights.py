@@ -92,7 +92,7 @@ class KeptBase(nn.Module):
     def __init__(self, folder: Path, name: str | None) -> None:
         super().__init__()
         tensors = _read(folder)
-        self.config = AutoConfig.from_pretrained(folder / FOLDER)
+        self.config = _config(folder)
         self.name_or_path, self.generation_config = name, GenerationConfig()
         self.embed_tokens, self.lm_head = nn.Embedding.from_pretrained(tensors["embed"]), _linear(tensors)
 
@@ -117,9 +117,16 @@ class KeptBase(nn.Module):
         )
 
 
+def _config(folder: Path) -> PreTrainedConfig:
+    """The base's config. No kernel is loaded by a name in it."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder / FOLDER)
+    config._attn_implementation = config._experts_implementation = None
+    return config
+
+
 def skeleton(folder: Path) -> PreTrainedModel:
     """The base with only the weights that initialise a head, the last layer's among them. It cannot run."""
-    tensors, config = _read(folder), AutoConfig.from_pretrained(folder / FOLDER)
+    tensors, config = _read(folder), _config(folder)
     with torch.device("meta"):
         base: PreTrainedModel = auto_class(config).from_config(config)
     base.set_input_embeddings(nn.Embedding.from_pretrained(tensors["embed"]))

@@ -2,7 +2,7 @@
 
 import errno
 import json
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,20 +29,15 @@ def answer(number):
     return {"input_ids": [value], "labels": [-100]}
 
 
-def fill(path, wanted=12, cycle=100, round_size=3, num_asks=40):
-    """Everything that is still to be asked, in rounds, as run() does."""
+def fill(path, wanted=12, cycle=100, num_asks=40):
+    """Everything that is still to be asked, as run() does: the file, and how many questions that were."""
     asks = (Ask(Question(TURNS[i % len(TURNS)]), 0.0) for i in (count() if num_asks is None else range(num_asks)))
     file = RowsFile(path, Stream(asks, wanted, cycle))
-
-    def size(room):
-        return min(round_size, room)
-
-    rest, rounds = file.resume(size), 0
-    while not file.finished and (asked := list(islice(rest, size(wanted - file.lines)))):
-        numbers = iter(range(file.answers, 10**6))
-        file.add(asked, [[answer(next(numbers)) for _ in range(one.num_turns)] for one in asked])
-        rounds += 1
-    return file, rounds
+    rest, asked = file.resume(), 0
+    while not file.finished and (ask := next(rest, None)):
+        file.add(ask, [answer(file.answers + turn) for turn in range(ask.num_turns)])
+        asked += 1
+    return file, asked
 
 
 def left_out(path):
@@ -51,7 +46,7 @@ def left_out(path):
 
 @pytest.mark.parametrize(
     ("options", "step"),
-    [({"wanted": 8}, 1), ({"wanted": 20, "round_size": 1}, 7), ({"wanted": 99, "num_asks": 7}, 7)],
+    [({"wanted": 8}, 1), ({"wanted": 20}, 7), ({"wanted": 99, "num_asks": 7}, 7)],
 )
 @pytest.mark.sampled(3)
 def test_a_run_that_is_killed_after_any_byte_resumes_to_the_same_two_files(options, step, tmp_path, monkeypatch):
@@ -78,8 +73,8 @@ def test_a_run_that_is_killed_after_any_byte_resumes_to_the_same_two_files(optio
             assert path.read_bytes() == whole.read_bytes(), (is_main, stop)
             assert left_out(path).read_bytes() == left_out(whole).read_bytes()
         done[is_main] += content
-    _, rounds = fill(path, **options)
-    assert rounds == 0 and path.read_bytes() == whole.read_bytes(), "a finished file stays as it is"
+    _, asked = fill(path, **options)
+    assert asked == 0 and path.read_bytes() == whole.read_bytes(), "a finished file stays as it is"
 
 
 def test_a_file_may_be_made_longer_and_a_longer_one_is_left_alone(tmp_path):
@@ -90,8 +85,8 @@ def test_a_file_may_be_made_longer_and_a_longer_one_is_left_alone(tmp_path):
         assert path.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:wanted])
     path.write_bytes(path.read_bytes() + b'{"input')
     before = left_out(path).read_bytes()
-    file, rounds = fill(path, wanted=7)
-    assert rounds == 0 and file.lines == 25
+    file, asked = fill(path, wanted=7)
+    assert asked == 0 and file.lines == 25
     assert path.read_bytes() == whole.read_bytes() and left_out(path).read_bytes() == before
 
 
@@ -120,26 +115,12 @@ def test_a_full_disk_loses_no_record_of_what_is_left_out(tmp_path, monkeypatch):
 def test_nothing_new_in_a_whole_cycle_ends_the_run_and_the_next_one_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.answer", lambda number: {"input_ids": [min(number, 4)], "labels": [-100]})
     path = tmp_path / "own.jsonl"
-    file, rounds = fill(path, wanted=50, cycle=6, round_size=1, num_asks=None)
-    assert file.lines == 5 and rounds == 3 + 6, "the third question brings the last new line"
+    file, asked = fill(path, wanted=50, cycle=6, num_asks=None)
+    assert file.lines == 5 and asked == 3 + 6, "the third question brings the last new line"
     assert file.left_out == {SAME: file.answers - 5}
     assert "5 lines of the 50 asked for" in file.summary()
-    again, rounds = fill(path, wanted=50, cycle=6, round_size=1, num_asks=None)
-    assert rounds == 0 and again.summary() == file.summary()
-
-
-def test_a_whole_cycle_without_a_new_line_ends_the_run_whatever_the_size_of_its_rounds(tmp_path, monkeypatch):
-    """A later question of the same round may have a new line."""
-    monkeypatch.setattr(f"{__name__}.answer", lambda number: {"input_ids": [number % 20 // 15 * number]})
-    files = []
-    for first, size in ((1, 1), (4, 4), (9, 9), (40, 40), (5, 1), (9, 7), (40, 2)):
-        path = tmp_path / f"{first}-{size}.jsonl"
-        fill(path, wanted=4, round_size=first, cycle=6, num_asks=None)  # which makes 4 lines at least
-        file, _ = fill(path, wanted=50, round_size=size, cycle=6, num_asks=None)
-        files.append((path.read_bytes(), left_out(path).read_bytes(), file.idle))
-        again, rounds = fill(path, wanted=50, cycle=6, num_asks=None)
-        assert rounds == 0 and (path.read_bytes(), left_out(path).read_bytes(), again.idle) == files[-1]
-    assert all(found == files[0] for found in files) and files[0][2] == 6
+    again, asked = fill(path, wanted=50, cycle=6, num_asks=None)
+    assert asked == 0 and again.summary() == file.summary()
 
 
 def test_the_summary_counts_what_is_left_out(tmp_path):

@@ -64,7 +64,7 @@ def generate_many(
     drafter: Drafter | str | None = None,
     tree: Plan | str | None = None,
     accept: Acceptance | str | None = None,
-    seed: int | Sequence[int] | None = None,
+    seed: int | Sequence[int] | Callable[[int], int] | None = None,
     tokenizer: Any = None,
     stream: bool = False,
     on_tokens: Callable[[int, list[int]], None] | None = None,
@@ -82,9 +82,10 @@ def generate_many(
     prompts: ids or, with a tokenizer, texts; a list is checked before anything runs, an iterator as it is read. draft,
     drafter, tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.
     max_new_tokens: one number, or one for each prompt. A `prefix_allowed_tokens_fn` is called with the index of the
-    prompt. seed: one number, from which each prompt's own is derived, or one for each. stream: return an iterator over
-    the results as they finish, not a list in the order of the prompts. on_tokens(index, tokens) is called as tokens are
-    gained, report(done, total) after each prompt; the total of an iterator is None.
+    prompt. seed: one number, from which each prompt's own is derived, one for each, or a function of the prompt's
+    index. stream: return an iterator over the results as they finish, not a list in the order of the prompts.
+    on_tokens(index, tokens) is called as tokens are gained, report(done, total) after each prompt; the total of an
+    iterator is None.
 
     Batches are not refilled for an encoder-decoder, or with a drafter that is not `refillable`. A prompt runs alone if
     a batch would change its text: if a logits processor may keep state, if the text may reach the length at which the
@@ -115,7 +116,7 @@ def generate_many(
         raise ValueError(f"seed= has {len(seed)} numbers for {total} prompts; give one for each, or a single one")
     if isinstance(seed, Integral):
         seed = int(seed)
-    elif seed is not None:
+    elif seed is not None and not callable(seed):
         count: Any = seed  # a sequence, or what seeds_for() refuses
         seed = seeds_for(seed, len(count) if total is None else total)
     many = _Many(decoding, batch_size, seed, tokenizer, on_tokens, options)
@@ -129,7 +130,7 @@ class _Many:
 
     decoding: Decoding
     batch_size: int
-    seed: int | Sequence[int] | None
+    seed: int | Sequence[int] | Callable[[int], int] | None
     tokenizer: Any
     on_tokens: Callable[[int, list[int]], None] | None
     options: Mapping[str, Any]
@@ -204,6 +205,8 @@ class _Many:
     def _seed_of(self, prompt: SinglePrompt) -> int | None:
         if self.seed is None or isinstance(self.seed, int):
             return None if self.seed is None else row_seed(self.seed, prompt.index)
+        if callable(self.seed):
+            return self.seed(prompt.index)
         if prompt.index >= len(self.seed):
             raise ValueError(f"prompt {prompt.index}: seed= has {len(self.seed)} numbers; give one for each prompt")
         return self.seed[prompt.index]

@@ -1,20 +1,27 @@
-"""Answers by the base itself, on this machine."""
+"""Answers by the base itself: for each temperature a batch, whose finished rows take the next questions."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from itertools import accumulate
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from specheads.data.row_forms import RowError
 from specheads.data.rows import Row, truncate
-from specheads.decoding.generation.many import generate_many
+from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.hub import hub_options
 from specheads.models.base.loading import load_language_model
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask
+from specheads.training.self_distill.rows_file import RowsFile
+
+AHEAD = 4  # batches of questions asked after the oldest unanswered one: a killed run asks them again
 
 
 def load(options: Options) -> Any:
@@ -36,28 +43,118 @@ def cut_prompt(ids: list[int], room: int, tokenizer: Any) -> list[int]:
     return truncate({"input_ids": ids, "labels": ids}, room, tokenizer)["input_ids"]
 
 
-@torch.no_grad()
-def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options, first: int) -> list[list[Row]]:
-    """The base's answers to each question, turn by turn; questions of one temperature are batched.
+@dataclass
+class _Talk:
+    """A question, the number of its first answer among all, and its answers so far: rows, or why there is none."""
 
-    first: the number of the first answer among all. Each is sampled with a seed derived from its number, so that it
-    depends neither on its batch nor on where the run was resumed."""
-    room, pad = prompt_room(base.config, options), tokenizer.pad_token_id or 0
-    rows: list[list[Row]] = [[] for _ in asks]
-    answers: list[list[str]] = [[] for _ in asks]
-    numbers = list(accumulate((ask.num_turns for ask in asks), initial=first))
-    for temperature in dict.fromkeys(ask.temperature for ask in asks):
-        sampling: dict[str, Any] = {**options.sampling(temperature)}
-        indices = [i for i, ask in enumerate(asks) if ask.temperature == temperature]
-        for turn in range(max(asks[i].num_turns for i in indices)):
-            live = [i for i in indices if turn < asks[i].num_turns]
-            prompts = [cut_prompt(asks[i].question.prompt(answers[i], tokenizer), room, tokenizer) for i in live]
-            seeds = [random.Random(f"{options.seed} {numbers[i] + turn}").getrandbits(62) for i in live]
-            results = generate_many(
-                base, prompts, batch_size=options.batch_size, max_new_tokens=options.max_new_tokens, pad_token_id=pad,
-                do_sample=bool(sampling), seed=seeds if sampling else None, **sampling,
-            )  # fmt: skip
-            for i, result in zip(live, results, strict=True):
-                rows[i].append(asks[i].row(result.prompt, result.tokens))
-                answers[i].append(tokenizer.decode(result.tokens, skip_special_tokens=True))
-    return rows
+    ask: Ask
+    first: int
+    results: list[Row | str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+    @property
+    def is_answered(self) -> bool:
+        return len(self.results) == self.ask.num_turns
+
+    def refuse(self, why: str) -> None:
+        """Leave out this turn and those after it."""
+        self.results += [why] * (self.ask.num_turns - len(self.results))
+
+
+class _Lane:
+    """The questions of one temperature: those whose next turn waits, and the batch that answers them.
+
+    next_talk: gives a new question of this temperature, or None if there is none (for now).
+    """
+
+    def __init__(
+        self, base: Any, tokenizer: Any, options: Options, temperature: float, next_talk: Callable[[], _Talk | None]
+    ) -> None:
+        self.base, self.tokenizer, self.options = base, tokenizer, options
+        self.sampling: dict[str, Any] = {**options.sampling(temperature)}
+        self.room, self.next_talk = prompt_room(base.config, options), next_talk
+        self.waiting: deque[_Talk] = deque()
+        self.asked: list[_Talk] = []  # by the index of the prompt
+        self.batch: Iterator[Continuation] = iter(())
+
+    def answer_one(self) -> int:
+        """Have the batch finish another text. Its tokens; 0 if no question could be asked."""
+        result = next(self.batch, None)
+        if result is None:  # the rows ended before follow-up questions came, or nothing has begun
+            self.batch = self._begin()
+            if (result := next(self.batch, None)) is None:
+                return 0
+        talk = self.asked[result.index]
+        talk.results.append(talk.ask.row(result.prompt, result.tokens))
+        talk.answers.append(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
+        if not talk.is_answered:
+            self.waiting.append(talk)
+        return len(result.tokens)
+
+    def _begin(self) -> Iterator[Continuation]:
+        self.asked = []
+        return iter(
+            generate_many(
+                self.base, self._prompts(), batch_size=self.options.batch_size, stream=True,
+                max_new_tokens=self.options.max_new_tokens, pad_token_id=self.tokenizer.pad_token_id or 0,
+                do_sample=bool(self.sampling), seed=self._seed if self.sampling else None, **self.sampling,
+            )
+        )  # fmt: skip
+
+    def _prompts(self) -> Iterator[list[int]]:
+        """The next turns of questions, follow-ups first."""
+        while (talk := self.waiting.popleft() if self.waiting else self.next_talk()) is not None:
+            try:
+                ids = talk.ask.question.prompt(talk.answers, self.tokenizer)
+            except RowError as error:
+                talk.refuse(str(error))
+                continue
+            self.asked.append(talk)
+            yield cut_prompt(ids, self.room, self.tokenizer)
+
+    def _seed(self, index: int) -> int:
+        """Derived from the answer's number, so that its text depends neither on the batch nor on resuming."""
+        talk = self.asked[index]
+        return random.Random(f"{self.options.seed} {talk.first + len(talk.results)}").getrandbits(62)
+
+
+def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, bar: tqdm) -> None:
+    """Ask until the file is full, and write the answers in the order of the questions."""
+    talks: deque[_Talk] = deque()  # those not yet written
+    number, tokens, began = file.answers, 0, time.monotonic()
+
+    def next_talk(temperature: float) -> _Talk | None:
+        """The next question of this temperature; those of others before it wait in their lanes."""
+        nonlocal number
+        while len(talks) < ahead and _possible_lines(file, talks) < file.stream.wanted:
+            if (ask := next(asks, None)) is None:
+                break
+            talk = _Talk(ask, number)
+            talks.append(talk)
+            number += ask.num_turns
+            if ask.temperature == temperature:
+                return talk
+            lanes[ask.temperature].waiting.append(talk)
+        return None
+
+    base = load(options)
+    lanes = {
+        temperature: _Lane(base, tokenizer, options, temperature, lambda t=temperature: next_talk(t))  # type: ignore[misc]
+        for temperature in dict.fromkeys(options.temperature)
+    }
+    ahead = AHEAD * options.batch_size * len(lanes)
+    while not file.finished:
+        if talks and talks[0].is_answered:
+            talk = talks.popleft()
+            file.add(talk.ask, talk.results)
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - began):.0f} tokens/s", refresh=False)
+            bar.update(file.lines - bar.n)
+        elif talks:
+            tokens += lanes[talks[0].ask.temperature].answer_one()
+        elif not any(lane.answer_one() for lane in lanes.values()) and not talks:
+            return
+
+
+def _possible_lines(file: RowsFile, talks: deque[_Talk]) -> int:
+    """How many lines there will be if every pending answer gives one."""
+    return file.lines + sum(talk.ask.num_turns for talk in talks)

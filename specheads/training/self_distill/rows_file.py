@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ SAME = "the same line is there already"
 
 
 class RowsFile:
-    """Lines of JSON at `path`, one per answer, written a round of questions at a time.
+    """Lines of JSON at `path`, one per answer, written a question at a time.
 
     An answer without a line of its own has a record in `path`.left_out: {"answer": its number among all, from 0,
     "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first,
-    since without it later lines would be taken for other answers. A killed process leaves complete rounds and at most
+    since without it later lines would be taken for other answers. A killed process leaves whole questions and at most
     part of one more. `path`.options holds the options that determine the rows, and the mark of the questions.
     """
 
@@ -71,11 +70,8 @@ class RowsFile:
         with replacing(self.options_path) as temporary:
             temporary.write_text(json.dumps(options, indent=2) + "\n", "utf8")
 
-    def resume(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
-        """The questions still to ask. A round that was cut short is removed and asked again.
-
-        round_size: lines still wanted → questions of a round.
-        """
+    def resume(self) -> Iterator[Ask]:
+        """The questions still to ask. What a question that was cut short has in the file is removed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         ends, digests = self._read()
         left_out = self._read_left_out()
@@ -84,20 +80,18 @@ class RowsFile:
             self.lines, self.left_out = len(digests), Counter(left_out.values())
             os.truncate(self.path, ends[-1])
             return asks
-        numbers = sorted(left_out)
         while not self.finished:
-            asked = list(islice(asks, round_size(wanted - self.lines)))
-            self.asked_all = not asked
-            ends_at = list(accumulate((one.num_turns for one in asked), initial=self.answers))
-            lines = [b - a - bisect_left(numbers, b) + bisect_left(numbers, a) for a, b in pairwise(ends_at)]
-            idle = list(accumulate(lines, lambda before, number: 0 if number else before + 1, initial=self.idle))
-            end = next((i for i, number in enumerate(idle) if number >= self.stream.cycle), len(lines))
-            gained = min(sum(lines[:end]), wanted - self.lines)
-            if self.lines + gained > len(digests):
-                asks = chain(asked, asks)
+            if (ask := next(asks, None)) is None:
+                self.asked_all = True
                 break
-            self.answers, self.idle = ends_at[end], idle[end]
-            self.lines += gained
+            end = self.answers + ask.num_turns
+            new = sum(number not in left_out for number in range(self.answers, end))
+            gained = min(new, wanted - self.lines)
+            if self.lines + gained > len(digests):
+                asks = chain([ask], asks)
+                break
+            self.answers, self.lines = end, self.lines + gained
+            self.idle = 0 if new else self.idle + 1
         kept = {number: why for number, why in left_out.items() if number < self.answers}
         self.left_out = Counter(kept.values())
         self._seen = set(digests[: self.lines])
@@ -109,28 +103,24 @@ class RowsFile:
                 temporary.write_bytes(records)
         return asks
 
-    def add(self, asked: Sequence[Ask], results: Sequence[Sequence[Row | str]]) -> None:
-        """Write the answers to a round: each a row, or the reason why there is none."""
+    def add(self, ask: Ask, results: Sequence[Row | str]) -> None:
+        """Write the answers to a question: each a row, or the reason why there is none."""
+        assert len(results) == ask.num_turns
         lines, records = list[bytes](), list[str]()
-        for one, turns in zip(asked, results, strict=True):
-            assert len(turns) == one.num_turns
-            before = len(lines)
-            for result in turns:
-                why = result if isinstance(result, str) else None
-                if not isinstance(result, str):
-                    line = (json.dumps(result) + "\n").encode()
-                    if (digest := _digest(line)) in self._seen:
-                        why = SAME
-                    elif self.lines + len(lines) < self.stream.wanted:
-                        self._seen.add(digest)
-                        lines.append(line)
-                if why is not None:
-                    self.left_out[why] += 1
-                    records.append(_record(self.answers, why))
-                self.answers += 1
-            self.idle = 0 if len(lines) > before else self.idle + 1
-            if self.idle >= self.stream.cycle:
-                break  # the run ends at this question, even inside a round
+        for result in results:
+            why = result if isinstance(result, str) else None
+            if not isinstance(result, str):
+                line = (json.dumps(result) + "\n").encode()
+                if (digest := _digest(line)) in self._seen:
+                    why = SAME
+                elif self.lines + len(lines) < self.stream.wanted:
+                    self._seen.add(digest)
+                    lines.append(line)
+            if why is not None:
+                self.left_out[why] += 1
+                records.append(_record(self.answers, why))
+            self.answers += 1
+        self.idle = 0 if lines else self.idle + 1
         if records:
             _append(self.left_out_path, "".join(records).encode())
         _append(self.path, b"".join(lines))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,8 +16,6 @@ from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
 from specheads.training.self_distill.rows_file import RowsFile
-
-BATCHES = 4  # per temperature and round; a stopped run loses at most a round
 
 
 def run(options: Options) -> None:
@@ -33,20 +30,11 @@ def run(options: Options) -> None:
     tokenizer = load_tokenizer(options.base, **hub)
     file = RowsFile(Path(options.output), stream(options, tokenizer))
     file.require_same(options.deciding)
-    # A round has several batches of each temperature, so that a finished row can take another question.
-    largest = 1 if options.server else BATCHES * options.batch_size * len(options.temperature)
-
-    def round_size(room: int) -> int:
-        return min(largest, room)
-
-    asks = file.resume(round_size)
+    asks = file.resume()
     if not file.finished:
         with tqdm(total=file.stream.wanted, initial=file.lines, unit="row") as bar:
             if options.server:
                 asyncio.run(served.fill(file, asks, options, tokenizer, bar))
             else:
-                base = local.load(options)
-                while not file.finished and (batch := list(islice(asks, round_size(file.stream.wanted - file.lines)))):
-                    file.add(batch, local.answer(base, tokenizer, batch, options, file.answers))
-                    bar.update(file.lines - bar.n)
+                local.fill(file, asks, options, tokenizer, bar)
     print(file.summary(), file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specheads.data.conversation import Conversation
+from specheads.data.row_forms import RowError
 from specheads.data.rows import Row, truncate
 from specheads.training.self_distill.local import cut_prompt
 from specheads.training.self_distill.options import Options
@@ -48,9 +49,9 @@ async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer:
 
 
 def _write(file: RowsFile, answered: list[tuple[Ask, list[Row | str]]]) -> None:
-    """Write each question as a round of its own, and empty the list."""
+    """Write each question, and empty the list."""
     for ask, results in answered:
-        file.add([ask], [results])
+        file.add(ask, results)
     answered.clear()
 
 
@@ -118,7 +119,7 @@ async def _ask_turns(servers: Servers, ask: Ask, seed: int, options: Options, re
             if answer.last and not (isinstance(question, Conversation) and question.keeps_call(turn)):
                 raise Refused(answer.last)
             answers.append(answer.text)
-    except Refused as refusal:
+    except (Refused, RowError) as refusal:
         results += [str(refusal)] * (ask.num_turns - len(results))
     return results
 

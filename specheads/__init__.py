@@ -51,9 +51,9 @@ from specheads.decoding.planner import (
     comb,
 )
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import UnsupportedModel
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.hf_base import UnsupportedModel
 from specheads.heads import (
     DraftHead,
     Eagle3Config,

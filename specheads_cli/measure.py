@@ -121,7 +121,7 @@ def parity(
     """
     from specheads.data.config import DataConfig
     from specheads.data.datasets import build_datasets
-    from specheads.decoding.target.hf_base import text_config
+    from specheads.decoding.verify.hf_base import text_config
     from specheads.models.named import load_with_tokenizer
     from specheads.terminal import make_console, table
     from specheads.training.parity import ParityConfig, compare, prompts_of

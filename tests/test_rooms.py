@@ -8,7 +8,7 @@ import pytest
 from importlinter.cli import lint_imports
 
 import specheads
-from specheads.decoding.target.grouped_attention import HAS_TRITON
+from specheads.decoding.verify.grouped_attention import HAS_TRITON
 
 
 def test_imports_point_down_and_in_no_circle(capsys, monkeypatch, pytestconfig):

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_sections.machine import Machine
 from gpu_sections.sizes import Sizes
 from gpu_sections.timing import Deadline, Times
-from specheads.decoding.target import grouped_attention as attention
+from specheads.decoding.verify import grouped_attention as attention
 
 TITLE = "Attention of one layer"
 COLUMNS = (

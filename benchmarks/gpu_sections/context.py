@@ -16,10 +16,10 @@ from torch import Tensor
 from gpu_sections.machine import Machine
 from gpu_sections.successor import prompts
 from gpu_sections.timing import Deadline, Stepper, Times, peak_memory
-from specheads.decoding.target import causal
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.model_inputs import ModelInputs
-from specheads.decoding.target.verifier import TargetOutput
+from specheads.decoding.verify import causal
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.verifier import TargetOutput
 
 TITLE = "A step after a long context"
 COLUMNS = (

@@ -8,7 +8,7 @@ from gpu_sections.machine import Machine
 from gpu_sections.successor import prompts
 from gpu_sections.timing import Deadline, Stepper, Times, peak_memory
 from specheads.bench.tune.timing import TimedTarget
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 
 TITLE = "A pass over 1 … 128 nodes"
 COLUMNS = (

@@ -23,7 +23,7 @@ from specheads.decoding.drafters import Drafter
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import chain
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 
 # Steps that are not timed: the first is made on the host, the second may be compiled, and CUDA captures the next two.
 WARM = 4

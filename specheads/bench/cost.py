@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.seq2seq import Source, make_target
 
 # The published costs; keys are parts of model names. model_parameters: millions (the published 70000 for 7b, and for
 # every other llama, is a slip); previous_work: share of T5-XXL's time.

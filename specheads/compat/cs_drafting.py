@@ -14,7 +14,7 @@ from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDrafting
 from specheads.compat.plain import checked_model, checked_row, generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.generation.recorded import Record, replay
-from specheads.decoding.target.hf_base import vocabulary_size
+from specheads.decoding.verify.hf_base import vocabulary_size
 from specheads.options import require_number, require_whole, shown
 
 

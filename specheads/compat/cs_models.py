@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specheads.bench.cost import COST_MODELS
 from specheads.decoding.drafters import MaxGram
-from specheads.decoding.target.seq2seq import decoder_start
+from specheads.decoding.verify.seq2seq import decoder_start
 from specheads.options import refuse_unknown
 
 # The first key that occurs in a model's name gives its cost per review; without any, the cost is 0. A 7B Llama costs

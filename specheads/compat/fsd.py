@@ -27,7 +27,7 @@ from specheads.decoding.acceptance import Acceptance, Fuzzy
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import chain
-from specheads.decoding.target.hf_base import unwrapped
+from specheads.decoding.verify.hf_base import unwrapped
 
 LISTS = (
     "n_matches_list", "candidate_sequences_list", "n_discarded_list", "totals_list", "forced_ml_generations",

@@ -15,7 +15,7 @@ from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
 from specheads.decoding.drafters.model import writes_alone
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.hf_options import effective_config
-from specheads.decoding.target.hf_base import unwrapped
+from specheads.decoding.verify.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
 
 _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]

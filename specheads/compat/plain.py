@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from specheads.compat.processors import whole
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.neutral import NEUTRAL
-from specheads.decoding.target.arguments import input_device
-from specheads.decoding.target.hf_base import text_config, unwrapped
+from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.hf_base import text_config, unwrapped
 from specheads.options import shown
 
 

@@ -27,9 +27,9 @@ from specheads.decoding.refill import NewRows, Refill, only_last_position, repla
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, limit_rows, schedule_step
 from specheads.decoding.step import commit, hold_inactive, top_tokens
 from specheads.decoding.step_divergences import StepDivergences, divergences_of
-from specheads.decoding.target.model_inputs import ModelInputs
-from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.verifier import Verifier
 
 Stop = Callable[..., int]  # see decode()
 

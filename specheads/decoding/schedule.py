@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specheads.decoding.planner import NoDraft, Plan, limit_depth
 from specheads.decoding.planner.plan import LimitRows
-from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.verifier import Verifier
 
 
 @dataclass(frozen=True)

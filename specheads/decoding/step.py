@@ -15,9 +15,9 @@ from specheads.decoding.drafters.base import Advance, Context, Drafter
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.cache import gather_nodes
-from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.cache import gather_nodes
+from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
 
 def whole_step(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specheads.decoding.target.hf_base import refuse_more_than_lm_head
+from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
 from specheads.heads import draws
 from specheads.heads.base import TapBatch
 from specheads.heads.feature import FeatureHead, UnrolledFeatureConfig

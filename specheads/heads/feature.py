@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.cache import Levels, Reach, gather_nodes
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.cache import Levels, Reach, gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed

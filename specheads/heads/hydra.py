@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
-from specheads.decoding.target.cache import gather_nodes
-from specheads.decoding.target.taps import decoder_layers
+from specheads.decoding.verify.cache import gather_nodes
+from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock, copy_layer, copy_norm, final_norm
 from specheads.heads.layers.decoder import Attend, DecoderConfig, document_mask, read_committed

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.planner import DynamicTree, Plan, chain
-from specheads.decoding.target.hf_base import layer_count
-from specheads.decoding.target.taps import refuse_missing_taps
+from specheads.decoding.verify.hf_base import layer_count
+from specheads.decoding.verify.taps import refuse_missing_taps
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.limits import ANY_LAYER, DEEPEST
 from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TappedConfig(HeadConfig, ABC):
-    """taps: the states read, as in decoding/target/taps.py. draft_depth: of the default chain on a CPU, where each
+    """taps: the states read, as in decoding/verify/taps.py. draft_depth: of the default chain on a CPU, where each
     level costs time."""
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_depth": (1, DEEPEST), "taps": ANY_LAYER}

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import likeliest
-from specheads.decoding.target.cache import additive
-from specheads.decoding.target.captures import captures_of
-from specheads.decoding.target.hf_base import (
+from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.verify.cache import additive
+from specheads.decoding.verify.captures import captures_of
+from specheads.decoding.verify.hf_base import (
     MASKED_ATTENTION,
     decoder_of,
     has_state,
@@ -30,8 +31,7 @@ from specheads.decoding.target.hf_base import (
     takes_mask_dict,
     text_config,
 )
-from specheads.decoding.target.taps import last_output_kept, run_tapped
-from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.verify.taps import last_output_kept, run_tapped
 from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProbs, TopKTeacherProbs
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.hf_base import text_config, unwrapped
+from specheads.decoding.verify.hf_base import text_config, unwrapped
 from specheads.files import replacing
 from specheads.heads import DraftHead, HeadConfig
 from specheads.hub import commit_of, hub_options

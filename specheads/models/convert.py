@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import (
+from specheads.decoding.verify.hf_base import (
     UnsupportedModel,
     has_floating_weight,
     refuse_unsupported,

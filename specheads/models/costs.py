@@ -13,7 +13,7 @@ from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.planner.by_cost import CostKey, CostTable, costs_dir
 from specheads.decoding.planner.by_cost.cost_file import digest
 from specheads.decoding.planner.by_cost.device import device_name
-from specheads.decoding.target.arguments import input_device
+from specheads.decoding.verify.arguments import input_device
 from specheads.heads import DraftHead
 from specheads.models.base.fingerprint import fingerprint_base
 

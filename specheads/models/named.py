@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 from specheads.decoding.drafters import Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
 from specheads.decoding.drafters.named import DRAFTERS
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import hub_options
 from specheads.models.base.loading import load_language_model, load_tokenizer, placement, refuse_without_config

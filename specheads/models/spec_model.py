@@ -20,8 +20,8 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
-from specheads.decoding.target.arguments import input_device
-from specheads.decoding.target.hf_base import logits_of
+from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.hf_base import logits_of
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base

@@ -16,8 +16,8 @@ import psutil  # accelerate's own dependency
 import torch
 from torch import nn
 
-from specheads.decoding.target.hf_base import layer_count, text_config
-from specheads.decoding.target.taps import decoder_layers
+from specheads.decoding.verify.hf_base import layer_count, text_config
+from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads import DraftHead
 from specheads.hub import hub_options
 from specheads.losses.chunked import rows_of_chunk

@@ -14,7 +14,7 @@ from gpu_sections import attention, correctness, nodes
 from gpu_sections.sizes import SIZES
 from gpu_sections.timing import Deadline
 
-from specheads.decoding.target.cache import BUCKET
+from specheads.decoding.verify.cache import BUCKET
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
 from specheads import Target, UnsupportedModel
-from specheads.decoding.target import cache
-from specheads.decoding.target.cache import Reach, TreeCache, visible
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify import cache
+from specheads.decoding.verify.cache import Reach, TreeCache, visible
 from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama
 

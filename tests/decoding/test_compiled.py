@@ -23,7 +23,7 @@ from specheads import (
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.compiled import StepCompiler, compiled_steps
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401

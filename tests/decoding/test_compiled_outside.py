@@ -23,8 +23,8 @@ from specheads import (
 )
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.graphs import reason_not_compiled
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.model_inputs import ModelInputs
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401
 from tests.support.families import FAMILIES, RECURRENT

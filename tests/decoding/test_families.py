@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from specheads import DynamicTree, Target, UnsupportedModel, convert, generate
-from specheads.decoding.target.arguments import cache_argument
-from specheads.decoding.target.hf_base import has_state, logits_of
-from specheads.decoding.target.taps import decoder_layers
+from specheads.decoding.verify.arguments import cache_argument
+from specheads.decoding.verify.hf_base import has_state, logits_of
+from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from tests.support.families import (
     BOUNDARY,

@@ -13,8 +13,8 @@ from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler
 from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.target.causal import Target
 from specheads.decoding.tree.draft_logits import DraftLogits
+from specheads.decoding.verify.causal import Target
 from tests.reference.enumeration import (
     Table,
     TableDrafter,

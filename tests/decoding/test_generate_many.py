@@ -21,7 +21,7 @@ from specheads import (
     generate_many,
 )
 from specheads.decoding.probs.randomness import row_seeds
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 from tests.support.families import FAMILIES, LENGTH_DEPENDENT, RECURRENT, build
 from tests.support.refilled import BASE, DRAFTERS, GREEDY, HEADS, PROMPTS, SHARED, WARM, assert_as_alone, head, small
 from tests.support.seq2seq_models import MODELS, SOURCES

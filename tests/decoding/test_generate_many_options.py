@@ -8,7 +8,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import specheads
 from specheads import PromptLookup, UnsupportedModel, chain, generate_many
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 from tests.support.chat_tokenizer import build_tokenizer
 from tests.support.refilled import BASE, DRAFTERS, GREEDY, HEADS, PROMPTS, WARM, assert_as_alone, head, small
 from tests.support.tiny_models import repetitive_model, tiny_llama

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from specheads.bench.memory import LiveMemory
-from specheads.decoding.target import causal, grouped_attention
-from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify import causal, grouped_attention
+from specheads.decoding.verify.causal import Target
 from tests.support.families import FAMILIES, VOCAB, build
 from tests.support.tiny_models import tiny_llama
 

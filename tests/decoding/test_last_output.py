@@ -9,9 +9,9 @@ import torch
 from specheads import Target, UnsupportedModel, chain, convert
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.step import verify
-from specheads.decoding.target import taps
-from specheads.decoding.target.hf_base import decoder_of, layer_count, text_config
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify import taps
+from specheads.decoding.verify.hf_base import decoder_of, layer_count, text_config
 from specheads.heads.layers.block import final_norm
 from specheads.losses.teacher import tap_base
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401

@@ -14,7 +14,7 @@ from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.step import commit
-from specheads.decoding.target.verifier import TargetOutput
+from specheads.decoding.verify.verifier import TargetOutput
 from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of, stop_after
 from tests.support.drafter_context import context

@@ -132,6 +132,6 @@ def test_a_text_with_explicit_positions_is_not_read_again():
 def test_other_rotary_positions_do_not_depend_on_the_length():
     base = tiny_llama()
     assert isinstance(base, LlamaForCausalLM)
-    target = specheads.decoding.target.causal.Target(base)
+    target = specheads.decoding.verify.causal.Target(base)
     target.prefill(torch.tensor([[5, 6]]), torch.tensor([2]), room=3)
     assert target.switch is None

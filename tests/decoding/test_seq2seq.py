@@ -30,8 +30,8 @@ from transformers import (
 
 import specheads
 from specheads import DraftModel, DraftTree, MaxGram, PromptLookup, UnsupportedModel, chain, convert
-from specheads.decoding.target import seq2seq
-from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source, group_passes
+from specheads.decoding.verify import seq2seq
+from specheads.decoding.verify.seq2seq import Seq2SeqTarget, Source, group_passes
 from tests.support.seq2seq_models import BATCHES, MODELS, SOURCES, Known, V, tiny_bart, tiny_t5
 
 BART_SIZES = {
@@ -107,7 +107,7 @@ def test_a_chain_grown_token_by_token_gives_the_same_logits():
 
 @torch.no_grad()
 def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch):
-    monkeypatch.setattr("specheads.decoding.target.slot_cache.RESERVE", 1)
+    monkeypatch.setattr("specheads.decoding.verify.slot_cache.RESERVE", 1)
     base = tiny_t5().double()
     target, text = Seq2SeqTarget(base, Source.encode(base, SOURCES[:1]), scratch=3), [2]
     target.prefill(torch.tensor([text]), torch.tensor([1]), room=60)

@@ -283,7 +283,7 @@ def test_a_seed_reproduces_sampled_text_whatever_the_rule(pair):
 def test_n_grams_are_found_in_the_source(drafter):
     from specheads.decoding.drafters import Context
     from specheads.decoding.probs.sampler import Sampler
-    from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source
+    from specheads.decoding.verify.seq2seq import Seq2SeqTarget, Source
 
     base = tiny_t5()
     source = Source.encode(base, [[50, 51, 52, 53, 54, 1], [60, 61, 62, 1]])

@@ -5,7 +5,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from specheads import Block, DraftModel, Exact, SampledTree, chain, decode
-from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source
+from specheads.decoding.verify.seq2seq import Seq2SeqTarget, Source
 from tests.reference.enumeration import Table, TableDrafter, distance, probs_of
 from tests.support.seq2seq_models import restless
 

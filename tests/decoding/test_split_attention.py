@@ -14,11 +14,11 @@ from torch.library import opcheck
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from specheads.decoding.target import grouped_attention as dispatch
-from specheads.decoding.target import split_attention as kernels
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.split_attention import BLOCK, split_attention
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify import grouped_attention as dispatch
+from specheads.decoding.verify import split_attention as kernels
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.split_attention import BLOCK, split_attention
 from tests.support.tiny_models import tiny_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

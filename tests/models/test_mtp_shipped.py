@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, modeling_layers
 
 from specheads import SpecModel, chain, convert
 from specheads.data.datasets import Collator
-from specheads.decoding.target.hf_base import UnsupportedModel
+from specheads.decoding.verify.hf_base import UnsupportedModel
 from specheads.heads import MtpConfig, MtpHead
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files

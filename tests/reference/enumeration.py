@@ -15,7 +15,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.planner import ChildLogits
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.verifier import TargetOutput, Verifier
+from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
 
 def stop_after(prompts, length):

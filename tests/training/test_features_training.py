@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specheads.decoding.target.hf_base import decoder_of, logits_of, text_config
+from specheads.decoding.verify.hf_base import decoder_of, logits_of, text_config
 from specheads.heads import head_config
 from specheads.losses.teacher import tap_base
 from specheads.models.build import build_head

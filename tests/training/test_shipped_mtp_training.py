@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.cli.commands.info import checkpoint_record
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 from specheads.training.estimate import estimate
 from specheads.training.features.extract import save_features
 from specheads.training.features.plan import SaveOptions

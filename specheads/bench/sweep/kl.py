@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.seq2seq import decoder_start
+from specheads.decoding.verify.seq2seq import decoder_start
 
 
 @dataclass(frozen=True)

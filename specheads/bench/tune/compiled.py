@@ -31,8 +31,8 @@ from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, 
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.causal import Target
 from specheads.heads import DraftHead
 from specheads.terminal import Report
 

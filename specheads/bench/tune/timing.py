@@ -20,10 +20,10 @@ from specheads.decoding.drafters.suffix_search import longest_match, to_text
 from specheads.decoding.planner import Plan, chain
 from specheads.decoding.planner.by_cost.shapes import COMPILED_COPIES
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import text_config
-from specheads.decoding.target.verifier import TargetOutput
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.hf_base import text_config
+from specheads.decoding.verify.verifier import TargetOutput
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 COMPILED_NODES = (1, *(1 + n for n in COMPILED_COPIES))

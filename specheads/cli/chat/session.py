@@ -21,7 +21,7 @@ from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
-from specheads.decoding.target.hf_base import text_config, vocabulary_size
+from specheads.decoding.verify.hf_base import text_config, vocabulary_size
 from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"

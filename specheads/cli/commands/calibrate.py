@@ -7,7 +7,7 @@ from typing import Any
 from specheads import terminal
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from specheads.models.spec_model import SpecModel
 

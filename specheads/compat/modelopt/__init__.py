@@ -17,7 +17,7 @@ from specheads.compat.modelopt.acceptance import AcceptanceRateValidation, HFARV
 from specheads.compat.modelopt.config import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG, read_mode
 from specheads.compat.modelopt.in_place import transform
 from specheads.compat.modelopt.plugins import HFEagleModel, HFMedusaModel, HFModel, of_kind
-from specheads.decoding.target.hf_base import text_config, unwrapped
+from specheads.decoding.verify.hf_base import text_config, unwrapped
 from specheads.models.config import SpecConfig
 from specheads.models.convert import convert as convert_native
 from specheads.models.convert import load_head

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from specheads.decoding.target.hf_base import layer_count
+from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads import Eagle3Config, EagleConfig
 from specheads.heads.layers.rope import USUAL_THETA, complete_rope
 from specheads.options import refuse_unknown, shown

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from specheads.compat.patch import unpatch
-from specheads.decoding.target.hf_base import unwrapped
+from specheads.decoding.verify.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
 
 

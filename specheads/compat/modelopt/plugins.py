@@ -15,7 +15,7 @@ from specheads.compat.modelopt.acceptance import HFARValidation
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import chain
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target
+from specheads.decoding.verify.causal import Target
 from specheads.heads import HeadConfig
 from specheads.heads.vocabulary import DraftVocabulary, draft_offsets
 from specheads.models.spec_model import SpecModel

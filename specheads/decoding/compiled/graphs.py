@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.verifier import Verifier
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.verifier import Verifier
 from specheads.options import refuse_unknown
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from specheads.decoding.target.grouped_attention import NAME as GROUPED
-from specheads.decoding.target.taps import keep_output
+from specheads.decoding.verify.grouped_attention import NAME as GROUPED
+from specheads.decoding.verify.taps import keep_output
 
 _TABLES = {name for name, value in vars(nn.Module()).items() if name != "training"}  # each module has them, most empty
 # Attributes that no forward pass reads.

@@ -20,10 +20,10 @@ from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import split_prompt
 from specheads.decoding.step import step_after_draft, verify, whole_step
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.grouped_attention import grouped_heads
-from specheads.decoding.target.verifier import TargetOutput
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.grouped_attention import grouped_heads
+from specheads.decoding.verify.verifier import TargetOutput
 
 T = TypeVar("T")
 

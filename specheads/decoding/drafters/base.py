@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.cache import TreeCache
-from specheads.decoding.target.verifier import Verifier
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.cache import TreeCache
+from specheads.decoding.verify.verifier import Verifier
 from specheads.options import refuse_class
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.arguments import embedding_count, input_device
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.arguments import embedding_count, input_device
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.seq2seq import Source, make_target
 
 
 class CachedModel:

@@ -17,11 +17,11 @@ from specheads.decoding.drafters.retokenize import RetokenizedText
 from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDraft, Plan, SampledTree
 from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.arguments import forward_arguments
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import UnsupportedModel, has_state, text_config, unwrapped, vocabulary_size
-from specheads.decoding.target.seq2seq import refuse_unsupported
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.arguments import forward_arguments
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.hf_base import UnsupportedModel, has_state, text_config, unwrapped, vocabulary_size
+from specheads.decoding.verify.seq2seq import refuse_unsupported
 
 # The share of a vocabulary that may be padding: Qwen2.5 has 151,936 rows in its 0.5B model and 152,064 in its 72B.
 PADDING = 0.01

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.data.batches import documents_of
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 
 logger = hf_logging.get_logger(__name__)
 

@@ -26,10 +26,10 @@ from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import Refill
-from specheads.decoding.target.activation_scales import scaled_by_pass
-from specheads.decoding.target.model_inputs import ModelInputs
-from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching
-from specheads.decoding.target.verifier import Verifier
+from specheads.decoding.verify.activation_scales import scaled_by_pass
+from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.seq2seq import Source, make_target, refuse_branching
+from specheads.decoding.verify.verifier import Verifier
 
 logger = hf_logging.get_logger(__name__)
 

@@ -44,11 +44,11 @@ from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.arguments import CACHE_NAMES
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import unwrapped
-from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
-from specheads.decoding.target.seq2seq import Source
+from specheads.decoding.verify.arguments import CACHE_NAMES
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.hf_base import unwrapped
+from specheads.decoding.verify.model_inputs import ModelInputs, model_inputs
+from specheads.decoding.verify.seq2seq import Source
 
 logger = hf_logging.get_logger(__name__)
 

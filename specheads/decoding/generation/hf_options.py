@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
-from specheads.decoding.target.arguments import embedding_count
+from specheads.decoding.verify.arguments import embedding_count
 from specheads.options import require_count, require_number, shown
 
 # What would replace the loop or its prompts → what to do instead.

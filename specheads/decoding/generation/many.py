@@ -31,8 +31,8 @@ from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.processors import adapt, possibly_stateful
 from specheads.decoding.probs.randomness import row_seed, seeds_for
-from specheads.decoding.target.hf_base import text_config, unwrapped
-from specheads.decoding.target.rope_switch import rope_switch
+from specheads.decoding.verify.hf_base import text_config, unwrapped
+from specheads.decoding.verify.rope_switch import rope_switch
 from specheads.options import require_whole
 
 logger = hf_logging.get_logger(__name__)

@@ -15,7 +15,7 @@ from specheads.decoding.generation.hf_options import (
     refuse_arguments,
     stop_string_criteria,
 )
-from specheads.decoding.target.arguments import CACHE_NAMES, embedding_count
+from specheads.decoding.verify.arguments import CACHE_NAMES, embedding_count
 from specheads.options import require_count, shown
 
 # Arguments that are themselves prompts, or say how the result of one call of generate() is returned.

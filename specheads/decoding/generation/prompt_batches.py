@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.hf_base import has_state, layer_reach, text_config
+from specheads.decoding.verify.hf_base import has_state, layer_reach, text_config
 
 logger = hf_logging.get_logger(__name__)
 

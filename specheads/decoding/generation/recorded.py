@@ -21,12 +21,12 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.arguments import input_device
-from specheads.decoding.target.hf_base import text_config
-from specheads.decoding.target.model_inputs import ModelInputs
-from specheads.decoding.target.seq2seq import decoder_start
-from specheads.decoding.target.verifier import TargetOutput, Verifier
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.hf_base import text_config
+from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.seq2seq import decoder_start
+from specheads.decoding.verify.verifier import TargetOutput, Verifier
 from specheads.files import write_whole
 
 

@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.generation.generate import through_front_door
 from specheads.decoding.generation.stopping import Stopping, gives_scores
-from specheads.decoding.target.arguments import input_device
-from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
+from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.model_inputs import ModelInputs, model_inputs
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from specheads.decoding.generation.single_prompt import SinglePrompt
 from specheads.decoding.loop import Step
 from specheads.decoding.probs.row_sampler import RowSampler
 from specheads.decoding.refill import NewRows
-from specheads.decoding.target.arguments import input_device
-from specheads.decoding.target.seq2seq import Source
+from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.seq2seq import Source
 
 
 @dataclass

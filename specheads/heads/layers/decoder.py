@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan
-from specheads.decoding.target.cache import TreeCache, additive
-from specheads.decoding.target.hf_base import first_layer
+from specheads.decoding.verify.cache import TreeCache, additive
+from specheads.decoding.verify.hf_base import first_layer
 from specheads.heads.base import HeadConfig
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.rope import RotaryTable, check_rope, inherited_rope, refuse_overflow

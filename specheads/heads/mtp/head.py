@@ -23,9 +23,9 @@ from transformers.cache_utils import Cache
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.cache import Levels, TreeCache, additive, gather_nodes
-from specheads.decoding.target.hf_base import refuse_more_than_lm_head
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.cache import Levels, TreeCache, additive, gather_nodes
+from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import final_norm
 from specheads.heads.layers.decoder import keep_committed

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from specheads.decoding.target.arguments import CACHE_NAMES
-from specheads.decoding.target.cache import Reach
-from specheads.decoding.target.grouped_attention import NAME as GROUPED
-from specheads.decoding.target.hf_base import UnsupportedModel, layer_reach
-from specheads.decoding.target.taps import decoder_layers
+from specheads.decoding.verify.arguments import CACHE_NAMES
+from specheads.decoding.verify.cache import Reach
+from specheads.decoding.verify.grouped_attention import NAME as GROUPED
+from specheads.decoding.verify.hf_base import UnsupportedModel, layer_reach
+from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from specheads.heads.layers.rope import LENGTH_DEPENDENT, RotaryTable, rope_type
 from specheads.heads.limits import check_config_table, chooses_code

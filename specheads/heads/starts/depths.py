@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, default_static
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.hf_base import layer_count
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig

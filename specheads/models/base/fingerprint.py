@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import first_layer, text_config
+from specheads.decoding.verify.hf_base import first_layer, text_config
 
 _SIZES = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.probs.divergences import forward_kl
 from specheads.decoding.probs.precision import at_least_float32
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
 from specheads.losses.targets import DraftTargets

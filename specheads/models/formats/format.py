@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
 from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
 from specheads.models.formats.config_values import architectures, table

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import extract_commit_hash
 
-from specheads.decoding.target.hf_base import refuse_unsupported
+from specheads.decoding.verify.hf_base import refuse_unsupported
 from specheads.heads import DraftHead, HeadConfig
 from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from specheads.decoding.target.hf_base import logits_of
+from specheads.decoding.verify.hf_base import logits_of
 from specheads.files import replacing
 from specheads.losses.teacher import LastHidden, Teacher, gives_logits
 from specheads.models.base.fingerprint import fingerprint_base

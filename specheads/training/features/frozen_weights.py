@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from specheads.decoding.target.taps import decoder_layers
+from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from specheads.models.base.loading import auto_class
 from specheads.training.features.shards import CHECKSUM, FeatureError, check_contents, write_tensors

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import logits_of
+from specheads.decoding.verify.hf_base import logits_of
 from specheads.heads import DraftHead
 from specheads.losses.teacher import LastHidden, Teacher, TopKTail
 from specheads.models.config import SpecConfig

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 
-from specheads.decoding.target.hf_base import layer_count
-from specheads.decoding.target.taps import last_output
+from specheads.decoding.verify.hf_base import layer_count
+from specheads.decoding.verify.taps import last_output
 from specheads.heads import HEADS
 from specheads.models import saved_head
 from specheads.options import OptionError

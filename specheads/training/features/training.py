@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specheads.data.datasets import token_counts
-from specheads.decoding.target.hf_base import UnsupportedModel, text_config
+from specheads.decoding.verify.hf_base import UnsupportedModel, text_config
 from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
 from specheads.losses.functions import HARD, parse_loss
 from specheads.models import checkpoint, saved_head

@@ -19,7 +19,7 @@ from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.data.row_forms import is_chat
 from specheads.data.rows import IGNORED
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.models.spec_model import SpecModel
 
 _log = logging.getLogger(__name__)

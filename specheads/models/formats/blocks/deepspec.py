@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.models.files import CheckpointError

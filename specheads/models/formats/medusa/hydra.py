@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.layers.rope import rope_of
 from specheads.models.files import CheckpointError

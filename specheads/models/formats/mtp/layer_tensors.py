@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from specheads.decoding.target.taps import decoder_layers
+from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.mtp.target_layers import read_table
 from specheads.models.files import CheckpointError, widest_dtype
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HeadConfig, MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.models.files import CONFIG, CheckpointError, read_header, read_table

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.heads.layers.decoder import DecoderConfig
 from specheads.models.files import CheckpointError

@@ -2,7 +2,7 @@
 
 A boundary is a state between layers: 0 the embeddings, i the input of layer i, n the last of n layers' output before
 the final norm. Our taps are Hugging Face's hidden_states, which are the boundaries up to n − 1; hidden_states[n] is the
-norm's output, which no server captures, and n + 1 is boundary n (decoding/target/taps.py).
+norm's output, which no server captures, and n + 1 is boundary n (decoding/verify/taps.py).
 
 EAGLE-3, from the code of vLLM 0.32, SGLang 0.5.23 and llama.cpp b11434:
   top level   eagle_aux_hidden_state_layer_ids: boundaries   vLLM, speculators, llama.cpp
@@ -28,8 +28,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from specheads.decoding.target.hf_base import layer_count, text_config
-from specheads.decoding.target.taps import last_output
+from specheads.decoding.verify.hf_base import layer_count, text_config
+from specheads.decoding.verify.taps import last_output
 from specheads.models.files import CheckpointError
 from specheads.models.formats.config_values import table, wholes
 from specheads.models.formats.files import Files

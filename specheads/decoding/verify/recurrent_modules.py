@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from specheads.decoding.target.arguments import cache_argument, embedding_count, input_device
-from specheads.decoding.target.recurrent import Inputs, RecurrentLayer, RecurrentModule, StateCell
+from specheads.decoding.verify.arguments import cache_argument, embedding_count, input_device
+from specheads.decoding.verify.recurrent import Inputs, RecurrentLayer, RecurrentModule, StateCell
 
 TOKENS, FIRST = 6, 3  # of the trial pass, and how many of them come before a state is continued
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}  # tolerance, relative to the largest output; 0.02 in half precision

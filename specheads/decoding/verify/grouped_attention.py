@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.verify.hf_base import text_config
 
 NAME = "specheads_grouped"  # in transformers' registry of attention implementations
 HAS_TRITON = has_triton_package()  # shipped with torch's GPU builds on Linux
@@ -36,7 +36,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     Query head h attends with key head h // (heads / key heads). scale: None for d ** -0.5.
     """
     if can_split(query, key, value, mask):
-        from specheads.decoding.target.split_attention import split_attention, split_attention_in_graph
+        from specheads.decoding.verify.split_attention import split_attention, split_attention_in_graph
 
         scale = query.shape[3] ** -0.5 if scale is None else scale
         if torch.compiler.is_compiling():
@@ -59,7 +59,7 @@ def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
         return False
     if key.shape[2] < FEWEST_KEYS[torch.compiler.is_compiling()]:
         return False
-    from specheads.decoding.target.split_attention import is_served
+    from specheads.decoding.verify.split_attention import is_served
 
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     return query.dtype == key.dtype == value.dtype and is_served(

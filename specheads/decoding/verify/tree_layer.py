@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from specheads.decoding.target.recurrent import StateCell
-from specheads.decoding.target.slot_writes import write_slots
+from specheads.decoding.verify.recurrent import StateCell
+from specheads.decoding.verify.slot_writes import write_slots
 
 
 @dataclass

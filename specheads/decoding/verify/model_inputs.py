@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import utils as hf_generation
 
-from specheads.decoding.target.arguments import CACHE_NAMES
+from specheads.decoding.verify.arguments import CACHE_NAMES
 
 # Arguments that generate() or the loop handles, and those that do not affect the text.
 _HANDLED = {

@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.utils import output_capturing
 
-from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments, input_device
-from specheads.decoding.target.cache import Reach
-from specheads.decoding.target.recurrent_modules import UnsupportedState, probe_lock, recurrent_modules
+from specheads.decoding.verify.arguments import CACHE_NAMES, forward_arguments, input_device
+from specheads.decoding.verify.cache import Reach
+from specheads.decoding.verify.recurrent_modules import UnsupportedState, probe_lock, recurrent_modules
 from specheads.options import shown
 
 RECURRENT = ("linear_attention", "conv")  # types of layers with a state and no attention

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import (
+from specheads.decoding.verify.hf_base import (
     UnsupportedModel,
     concat_taps,
     decoder_of,

@@ -16,19 +16,19 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
-from specheads.decoding.target.arguments import (
+from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.arguments import (
     CACHE_NAMES,
     cache_argument,
     embedding_count,
     forward_arguments,
     input_device,
 )
-from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import UnsupportedModel, text_config, vocabulary_size
-from specheads.decoding.target.model_inputs import ModelInputs
-from specheads.decoding.target.slot_cache import SlotCache
-from specheads.decoding.target.verifier import TargetOutput, Verifier
-from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.hf_base import UnsupportedModel, text_config, vocabulary_size
+from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.slot_cache import SlotCache
+from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
 # The fixed cost of a pass, in columns: measured on a CPU with models the size of T5-small (35) and BART-base (20). An
 # accelerator reads the weights in the time it takes to compute a few hundred columns.

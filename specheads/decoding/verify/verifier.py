@@ -12,10 +12,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specheads.decoding.target.hf_base import UnsupportedModel
-from specheads.decoding.target.model_inputs import ModelInputs
-from specheads.decoding.target.rope_switch import RopeSwitch
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.hf_base import UnsupportedModel
+from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.rope_switch import RopeSwitch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specheads.decoding.target.cache import RESERVE
+from specheads.decoding.verify.cache import RESERVE
 
 
 @dataclass

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from specheads.decoding.target.model_inputs import Layers
-from specheads.decoding.target.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates
-from specheads.decoding.target.slot_writes import move_rows
-from specheads.decoding.target.tree_layer import TreeLayer, TreeStateLayer, Window
+from specheads.decoding.verify.model_inputs import Layers
+from specheads.decoding.verify.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates
+from specheads.decoding.verify.slot_writes import move_rows
+from specheads.decoding.verify.tree_layer import TreeLayer, TreeStateLayer, Window
 
 BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
 RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.arguments import cache_argument, forward_arguments, input_device
-from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
-from specheads.decoding.target.captures import captures_of
-from specheads.decoding.target.captures import lock as captures_lock
-from specheads.decoding.target.grouped_attention import NAME as GROUPED
-from specheads.decoding.target.grouped_attention import grouped_heads
-from specheads.decoding.target.hf_base import (
+from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.arguments import cache_argument, forward_arguments, input_device
+from specheads.decoding.verify.cache import Levels, Reach, TreeCache, additive, visible
+from specheads.decoding.verify.captures import captures_of
+from specheads.decoding.verify.captures import lock as captures_lock
+from specheads.decoding.verify.grouped_attention import NAME as GROUPED
+from specheads.decoding.verify.grouped_attention import grouped_heads
+from specheads.decoding.verify.hf_base import (
     MASKED_ATTENTION,
     RECURRENT,
     UnsupportedModel,
@@ -34,13 +35,12 @@ from specheads.decoding.target.hf_base import (
     text_config,
     vocabulary_size,
 )
-from specheads.decoding.target.model_inputs import PER_TOKEN, ModelInputs, Prefix
-from specheads.decoding.target.recurrent import RecurrentModule
-from specheads.decoding.target.recurrent_modules import recurrent_modules
-from specheads.decoding.target.rope_switch import rope_switch
-from specheads.decoding.target.taps import last_output_kept, run_tapped
-from specheads.decoding.target.verifier import TargetOutput, Verifier
-from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.model_inputs import PER_TOKEN, ModelInputs, Prefix
+from specheads.decoding.verify.recurrent import RecurrentModule
+from specheads.decoding.verify.recurrent_modules import recurrent_modules
+from specheads.decoding.verify.rope_switch import rope_switch
+from specheads.decoding.verify.taps import last_output_kept, run_tapped
+from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
 logger = hf_logging.get_logger(__name__)
 

@@ -30,7 +30,7 @@ class Ours(Side):
     def with_draft(self, prompt: list[int], count: int, gamma: int, sampled: bool, **options: Any) -> Any:
         plan = SampledTree((1,) * gamma) if sampled else chain(gamma)
         sampling = {"do_sample": True, "top_k": 0, **options} if sampled else {"do_sample": False, **options}
-        return self.run(prompt, count, drafter=DraftModel(self.draft), tree=plan, **sampling)
+        return self.run(prompt, count, draft=DraftModel(self.draft), tree=plan, **sampling)
 
 
 class Romsto(Ours):
@@ -42,7 +42,7 @@ class Romsto(Ours):
             drafter = NGram(
                 setting["gamma"], storage=storage, filler_top_k=setting["filler_top_k"], stop_if_unknown=False
             )
-            ids, steps = self.run(prompt, count, drafter=drafter, do_sample=False)
+            ids, steps = self.run(prompt, count, draft=drafter, do_sample=False)
         return ids, share_accepted(steps, count)
 
 
@@ -54,7 +54,7 @@ class CSDrafting(Ours):
     def generate(self, prompt: list[int], count: int, setting: Setting) -> Result:
         drafts = [DraftModel(self.draft), MaxGram(bigrams=self.bigrams)]
         cascade = Cascade(drafts, setting["k_matrix"], leniency=setting["leniency"])
-        return self.run(prompt, count, drafter=cascade, do_sample=False)[0], None
+        return self.run(prompt, count, draft=cascade, do_sample=False)[0], None
 
 
 class FSD(Ours):
@@ -80,7 +80,7 @@ class ModelOpt(Ours):
         self.head = load_head(self.target, job["own_head"], dtype=torch.float32).eval().head
 
     def generate(self, prompt: list[int], count: int, setting: Setting) -> Result:
-        ids, steps = self.run(prompt, count, drafter=self.head, tree=chain(setting["depth"]), do_sample=False)
+        ids, steps = self.run(prompt, count, draft=self.head, tree=chain(setting["depth"]), do_sample=False)
         accepted = accepted_and_drafted(steps, count)[0]
         return ids, 1 + accepted / max(1, len(steps) - 1)
 

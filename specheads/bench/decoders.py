@@ -117,7 +117,7 @@ def specheads_generate(
     base = model.base if isinstance(model, SpecModel) else model
     own = model.head if isinstance(model, SpecModel) else None
     options = {"do_sample": False, "tree": plan, "accept": accept, **options}
-    named: dict[str, Any] = {"drafter": own if draft is True else (draft or None)}
+    named: dict[str, Any] = {"draft": own if draft is True else (draft or None)}
     call: Any = partial(generate, base, **named)
     call_many: Any = partial(generate_many, base, **named)
     if isinstance(draft, str):

@@ -50,7 +50,7 @@ def csd(
         if target.config.is_encoder_decoder:
             ids = checked_row("initial_input", initial_input)
             options = {"decoder_input_ids": input_ids.to(target.device)}
-        out = generate_plainly(target, ids, max_length, drafter=cascade, **options)
+        out = generate_plainly(target, ids, max_length, draft=cascade, **options)
         output, reviews = out.sequences, len(out.steps)
     for model, count in zip([target_model, *draft_list], [reviews, *cascade.reviews], strict=True):
         if isinstance(model, _Counted):

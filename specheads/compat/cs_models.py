@@ -33,7 +33,7 @@ class CSDraftingModel:
     def __init__(self, model: Any, sample: bool = False, name: str = "", vocab_size: int = 32128) -> None:
         if sample:
             raise ValueError(
-                "sample=True: csd() is greedy; sample with specheads.generate(target, drafter=specheads.Cascade(…), "
+                "sample=True: csd() is greedy; sample with specheads.generate(target, draft=specheads.Cascade(…), "
                 "do_sample=True)"
             )
         self.model, self.sample, self.name = model, sample, name

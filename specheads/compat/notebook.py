@@ -63,7 +63,7 @@ def speculative_decode(
     target, drafter = _given("target", target, "target"), _given("drafter", drafter, "drafter")
     out = generate_plainly(
         target, checked_row("ids", ids), max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1,
-        drafter=DraftModel(drafter), tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
+        draft=DraftModel(drafter), tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
     )  # fmt: skip
     return out.sequences, sum(step.accepted[0] for step in out.steps)
 

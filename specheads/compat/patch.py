@@ -19,7 +19,7 @@ from specheads.decoding.verify.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
 
 _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
-_DRAFTERS = ("assistant_model", "draft", "drafter", "prompt_lookup_num_tokens")
+_DRAFTERS = ("assistant_model", "draft", "prompt_lookup_num_tokens")
 _FUZZY = ("fsd_div_type", "fsd_div_threshold", "fsd_div_logit_processor")
 _OURS = ("tree", "accept", "seed")
 _FLAGS = ("output_divergences", "fsd_tracking")  # alone they do not route a call to specheads.generate
@@ -106,7 +106,7 @@ class DraftingGenerate:
         # A custom_generate decodes in its own way; that of specheads.generate calls this method too.
         ours = call.get("custom_generate") is None
         if not (ours and _given(call, (*_DRAFTERS, *_FUZZY, *_OURS))) or self.is_transformers_own(call):
-            for name in (*_FUZZY, *_OURS, *_FLAGS, "draft", "drafter"):
+            for name in (*_FUZZY, *_OURS, *_FLAGS, "draft"):
                 kwargs.pop(name, None)
             return self._own(*args, **kwargs)
         return self.decode(call)
@@ -118,7 +118,7 @@ class DraftingGenerate:
     def is_transformers_own(self, call: dict[str, Any]) -> bool:
         """Does the call ask for drafts that only transformers makes, by an assistant that is no language model or by an
         option of its loop? Not if it also asks for something of ours: `generate` refuses such options by name."""
-        if _given(call, (*_FUZZY, *_OURS, "draft", "drafter")):
+        if _given(call, (*_FUZZY, *_OURS, "draft")):
             return False
         assistant, config = call.get("assistant_model"), effective_config(self.base, call.get("generation_config"))
         options = any(call.get(name, getattr(config, name, None)) for name in _TRANSFORMERS_OWN)
@@ -157,7 +157,7 @@ def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in call.items() if name not in (*_DRAFTERS, *_FUZZY, *LENGTHS)}
     own_tokenizer, longest = rest.pop("assistant_tokenizer", None), rest.pop("max_matching_ngram_size", None)
     drafts = _given(call, _DRAFTERS)
-    if len(drafts) > 1 and not drafts.keys() <= {"draft", "drafter"}:
+    if len(drafts) > 1:
         raise ValueError(f"{' and '.join(f'{name}=' for name in drafts)} each name a drafter; give one of them")
     lengths = _given(call, LENGTHS)
     if lengths and ("assistant_model" not in drafts or call.get("tree") is not None):
@@ -182,11 +182,11 @@ def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
             raise ValueError("assistant_tokenizer= also needs tokenizer=, that of the model itself")
         options = AssistantOptions.of(small, {name: value for name, value in given.items() if value is not None})
         texts = {"tokenizer": own_tokenizer, "target_tokenizer": tokenizer} if own_tokenizer is not None else {}
-        rest["drafter"] = Assistant(small, options, **texts)
+        rest["draft"] = Assistant(small, options, **texts)
     elif "prompt_lookup_num_tokens" in drafts:
         longest = longest or getattr(config, "max_matching_ngram_size", None)
         found = {"max_ngram": longest} if longest else {}
-        rest["drafter"] = PromptLookup(drafts["prompt_lookup_num_tokens"], **found)
+        rest["draft"] = PromptLookup(drafts["prompt_lookup_num_tokens"], **found)
     else:
         rest |= drafts
     return rest

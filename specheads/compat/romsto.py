@@ -173,7 +173,7 @@ def _generate(
     shown_steps = StepPrinter(Printer(tokenizer, ends), witness if drafter else None) if debug else None
     out = generate_plainly(
         target, torch.tensor([ids]), room_for(target, len(ids), max_gen_len), processors=[processor],
-        do_sample=processor.do_sample, drafter=drafter, tree=tree, accept=witness, eos_token_id=ends, pad_token_id=0,
+        do_sample=processor.do_sample, draft=drafter, tree=tree, accept=witness, eos_token_id=ends, pad_token_id=0,
         streamer=shown_steps,
     )  # fmt: skip
     found = out.sequences[0].tolist()

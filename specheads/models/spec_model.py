@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from specheads.data.batches import documents_of
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import as_drafter, either
+from specheads.decoding.drafters.named import as_drafter
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import StaticTree
@@ -236,7 +236,6 @@ class SpecModel(PreTrainedModel):
         generation_config: GenerationConfig | None = None,
         *,
         draft: Drafter | str | bool | None = "auto",
-        drafter: Drafter | str | None = None,
         compile: bool | str | None = None,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
@@ -245,14 +244,14 @@ class SpecModel(PreTrainedModel):
         draft: "auto" picks what pays at each step, by the costs that `specheads tune` measured here: the head's draft,
         a copy of earlier text, or nothing ("auto:FILE" names the costs). True or "head" for this model's head, which
         "auto" also means if tree or accept is given; False for plain decoding through the same loop; "lookup",
-        "ngram", "maxgram", or any other drafter. drafter: an alias of draft. tree: a plan (`DynamicTree`, `StaticTree`,
+        "ngram", "maxgram", or any other drafter. tree: a plan (`DynamicTree`, `StaticTree`,
         `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
         "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
         others). seed: for sampling, one number or one for each row. With return_dict_in_generate=True the output also
         has `steps` and `statistics()`. compile: as in `specheads.generate`; None: as set by compile().
         """
         compile = self.compiles if compile is None else compile
-        found = self._choose_drafter(draft, drafter, kwargs)
+        found = self._choose_drafter(draft, kwargs)
         return generate(self.base, inputs, generation_config, draft=found, compile=compile, **kwargs)
 
     def generate_many(
@@ -260,23 +259,19 @@ class SpecModel(PreTrainedModel):
         prompts: Iterable[str | Sequence[int]],
         *,
         draft: Drafter | str | bool | None = "auto",
-        drafter: Drafter | str | None = None,
         compile: bool | str | None = None,
         **options: Any,
     ) -> list[Continuation] | Iterator[Continuation]:
-        """`specheads.generate_many` with this model; draft, drafter and compile as in `generate`."""
+        """`specheads.generate_many` with this model; draft and compile as in `generate`."""
         compile = self.compiles if compile is None else compile
-        found = self._choose_drafter(draft, drafter, options)
+        found = self._choose_drafter(draft, options)
         return generate_many(self.base, prompts, draft=found, compile=compile, **options)
 
-    def _choose_drafter(self, draft: Any, drafter: Any, options: dict[str, Any]) -> Drafter | None:
-        """The drafter, from generate()'s draft and drafter. "auto" is the head if a plan or a rule is given."""
-        if drafter is not None and draft not in ("auto", drafter):
-            return either(draft, drafter, self.head)
-        chosen = draft if drafter is None else drafter
-        if not (isinstance(chosen, str) and chosen.partition(":")[0] == "auto"):
-            return as_drafter(chosen, self.head)
-        costs = chosen.partition(":")[2] or None
+    def _choose_drafter(self, draft: Any, options: dict[str, Any]) -> Drafter | None:
+        """The drafter, from generate()'s draft. "auto" is the head if a plan or a rule is given."""
+        if not (isinstance(draft, str) and draft.partition(":")[0] == "auto"):
+            return as_drafter(draft, self.head)
+        costs = draft.partition(":")[2] or None
         if options.get("tree") is None and options.get("accept") is None:
             return auto_drafter(self.base, self.head, costs)
         if costs is not None:

@@ -117,7 +117,7 @@ def test_a_t5_answers_above_chance_and_a_cascade_writes_the_same_texts(task, tau
     for question in load_task(task, tokenizer, data=[str(taught / f"{task}.json")]).questions:
         ids = tokenizer(question.prompt, return_tensors="pt").input_ids
         expected = target.generate(ids, max_new_tokens=16, do_sample=False)
-        assert torch.equal(generate(target, ids, drafter=drafts, max_new_tokens=16, do_sample=False), expected)
+        assert torch.equal(generate(target, ids, draft=drafts, max_new_tokens=16, do_sample=False), expected)
 
 
 def test_their_tables_may_leave_out_the_padding_of_a_vocabulary(tmp_path):

@@ -301,7 +301,7 @@ def test_a_replayed_record_is_reviewed_as_often_as_the_target_reviews_and_accept
         for prompt in PROMPTS:
             ids = torch.tensor([prompt])
             out = generate(
-                base, ids, attention_mask=torch.ones_like(ids), drafter=drafter, tree=plan, max_new_tokens=16,
+                base, ids, attention_mask=torch.ones_like(ids), draft=drafter, tree=plan, max_new_tokens=16,
                 do_sample=False, return_dict_in_generate=True,
             )  # fmt: skip
             real += [(step.tokens, step.accepted, step.drafted) for step in out.steps]

@@ -52,7 +52,7 @@ def test_a_call_without_draft_arguments_is_the_models_own(base, monkeypatch):
     expected = base.generate(IDS, num_beams=3, max_new_tokens=5)
     specheads.patch(base)
     monkeypatch.setattr("specheads.decoding.generation.generate.generate", None)
-    options = {"assistant_model": None, "fsd_div_threshold": None, "drafter": None, "num_beams": 3}
+    options = {"assistant_model": None, "fsd_div_threshold": None, "draft": None, "num_beams": 3}
     assert torch.equal(base.generate(IDS, GenerationConfig(max_new_tokens=5, num_beams=3, pad_token_id=0)), expected)
     assert torch.equal(base.generate(IDS, **options, max_new_tokens=5), expected)
 
@@ -154,7 +154,7 @@ def test_a_peft_model_drafts_with_its_adapters(small):
 
 
 def plan_of(small, do_sample=False, **call):
-    return draft_arguments({"assistant_model": small, **call})["drafter"].default_plan(torch.device("cpu"), do_sample)
+    return draft_arguments({"assistant_model": small, **call})["draft"].default_plan(torch.device("cpu"), do_sample)
 
 
 def test_lengths_come_from_the_call_its_config_the_assistant_and_transformers_in_this_order(small):
@@ -200,7 +200,7 @@ def test_fsd_arguments_are_the_fuzzy_rule(base, small):
     assert exact.lossless and torch.equal(exact.sequences, base.generate(IDS, **GREEDY))
     out = base.generate(IDS, **options, fsd_div_threshold=0.4, fsd_div_type="top_k_js_div")
     same = specheads.generate(
-        base, IDS, **GREEDY, drafter=specheads.DraftModel(small), tree=AdaptiveChain(),
+        base, IDS, **GREEDY, draft=specheads.DraftModel(small), tree=AdaptiveChain(),
         accept=Fuzzy(0.4, "top_k_js_paper"),
     )  # fmt: skip
     assert not out.lossless and torch.equal(out.sequences, same)
@@ -216,7 +216,7 @@ def test_prompt_lookup_is_asked_for_as_in_transformers(base):
     for call in ({"prompt_lookup_num_tokens": 4, **GREEDY}, {"generation_config": config}):
         out = base.generate(IDS, **call, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected) and max(step.drafted[0] for step in out.steps) == 4
-    assert draft_arguments({"generation_config": config, "prompt_lookup_num_tokens": 4})["drafter"] == PromptLookup(
+    assert draft_arguments({"generation_config": config, "prompt_lookup_num_tokens": 4})["draft"] == PromptLookup(
         4, max_ngram=2
     )
 
@@ -233,7 +233,7 @@ def test_an_assistant_of_another_vocabulary_drafts_through_text():
         with pytest.raises(ValueError, match="also needs tokenizer="):
             target.generate(**call)
     assert torch.equal(out.sequences, expected) and out.statistics()["drafted"] > 0
-    assert draft_arguments({**call, "tokenizer": TARGET})["drafter"].through_text
+    assert draft_arguments({**call, "tokenizer": TARGET})["draft"].through_text
 
 
 def test_a_seed_governs_a_patched_call(base, small):
@@ -281,7 +281,7 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
         ({"assistant_model": "small", "assistant_confidence_threshold": 2}, "assistant_confidence_threshold=2 must be"),
         ({"assistant_model": "small", "num_assistant_tokens_schedule": "up"}, "num_assistant_tokens_schedule='up'"),
         ({"assistant_model": "small", "tree": chain(2), "num_assistant_tokens": 3}, "num_assistant_tokens= is for"),
-        ({"drafter": PromptLookup(), "num_assistant_tokens": 3}, "num_assistant_tokens= is for assistant_model="),
+        ({"draft": PromptLookup(), "num_assistant_tokens": 3}, "num_assistant_tokens= is for assistant_model="),
         ({"tree": chain(2)}, "nothing drafts"),
     ],
     ids=str,

@@ -90,7 +90,7 @@ def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log,
         return [step.drafted for step in model.generate(**options, **more).steps]
 
     default = drafts()
-    assert default == drafts(draft="auto") == drafts(drafter="auto") == drafts(draft=AutoDrafter(model.head))
+    assert default == drafts(draft="auto") == drafts(draft=AutoDrafter(model.head))
     (record,) = [r for r in hf_log.records if "step costs shipped for a small CPU" in r.message]
     assert "`specheads tune MODEL`" in record.message, "said once"
     assert default != drafts(draft="head") == drafts(draft=True)

@@ -68,7 +68,7 @@ def test_the_small_models_logits_are_those_of_an_uncached_forward(kind, plan):
     inputs = padded([[31], [5, 6, 7, 8, 9], list(range(40, 53))])
     options = {"do_sample": False, "max_new_tokens": 12}
     drafter = Checked(near(base))
-    out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=PLANS[plan], return_dict_in_generate=True)
+    out = specheads.generate(base, **inputs, **options, draft=drafter, tree=PLANS[plan], return_dict_in_generate=True)
     assert torch.equal(out.sequences, base.generate(**inputs, **options))
     assert drafter.checked > 40
     assert any(len(set(step.accepted)) > 1 for step in out.steps), "rows never accepted different lengths"
@@ -92,7 +92,7 @@ def test_the_small_model_follows_text_that_others_drafted():
     plan = chain(2)
     roomy = SimpleNamespace(num_nodes=6, depth=2, drafting_slots=1, grow=plan.grow, limited=plan.limited)
     drafter = Checked(near(base), other_drafts)
-    out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=roomy, return_dict_in_generate=True)
+    out = specheads.generate(base, **inputs, **options, draft=drafter, tree=roomy, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert max(max(step.accepted) for step in out.steps) > 2 and drafter.checked > 20
 
@@ -105,7 +105,7 @@ def test_the_small_model_is_fed_each_token_once(depth):
     small.get_input_embeddings().register_forward_hook(lambda module, args, out: fed.append(args[0].numel()))
     inputs = padded([[5, 6, 7, 8, 9]])
     out = specheads.generate(
-        base, **inputs, drafter=drafter, tree=chain(depth), do_sample=False, max_new_tokens=30,
+        base, **inputs, draft=drafter, tree=chain(depth), do_sample=False, max_new_tokens=30,
         return_dict_in_generate=True,
     )  # fmt: skip
     *before, last = [step for step in out.steps[1:] if step.drafted[0]]  # the last of all may need no draft

@@ -89,7 +89,7 @@ def test_proposals_reviews_and_swi_are_those_of_a_direct_simulation(world, k_mat
     drafts = [*map(DraftModel, models), *([MaxGram(bigrams=BIGRAMS)] if bottom else [])]
     until = len(prompt) + 20
     specheads.generate(
-        base, torch.tensor([prompt]), drafter=Recording(drafts, k_matrix, leniency), do_sample=False, max_new_tokens=90,
+        base, torch.tensor([prompt]), draft=Recording(drafts, k_matrix, leniency), do_sample=False, max_new_tokens=90,
         eos_token_id=96, stopping_criteria=StoppingCriteriaList([Until(until)]),
     )  # fmt: skip
     for hook in hooks:
@@ -168,7 +168,7 @@ def test_greedy_text_is_the_targets_and_rows_do_not_disturb_one_another(make):
     inputs = padded(rows)
     expected = base.generate(**inputs, **options)
     for name, drafter in cascades(base).items():
-        out = specheads.generate(base, **inputs, **options, drafter=drafter, return_dict_in_generate=True)
+        out = specheads.generate(base, **inputs, **options, draft=drafter, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected), name
         assert out.statistics()["accepted_length"] > 1.2
         assert max(max(step.drafted) for step in out.steps) <= drafter.most
@@ -176,7 +176,7 @@ def test_greedy_text_is_the_targets_and_rows_do_not_disturb_one_another(make):
             continue
         for b, row in enumerate(rows):
             alone = specheads.generate(
-                base, torch.tensor([row]), drafter=drafter, do_sample=False, return_dict_in_generate=True,
+                base, torch.tensor([row]), draft=drafter, do_sample=False, return_dict_in_generate=True,
                 max_new_tokens=20 + len(rows[-1]) - len(row),
             )  # fmt: skip
             steps, left = [], 20
@@ -192,7 +192,7 @@ def test_a_prompt_of_1100_tokens_matches_greedy():
     base = llama()
     ids = torch.randint(3, 97, (1, 1100), generator=torch.Generator().manual_seed(0))
     expected = base.generate(ids, do_sample=False, max_new_tokens=8)
-    out = specheads.generate(base, ids, drafter=cascades(base)["T5"], do_sample=False, max_new_tokens=8)
+    out = specheads.generate(base, ids, draft=cascades(base)["T5"], do_sample=False, max_new_tokens=8)
     assert torch.equal(out, expected)
 
 
@@ -204,7 +204,7 @@ def test_an_ending_inside_a_draft_matches_greedy():
     for ending in [{"eos_token_id": int(token), "pad_token_id": 0} for token in text[0, 7:10]] + [{}]:
         for limit in (9,) if ending else (1, 2, 3, 4):
             options = {"do_sample": False, "max_new_tokens": limit, **ending}
-            out = specheads.generate(base, **inputs, **options, drafter=drafter, return_dict_in_generate=True)
+            out = specheads.generate(base, **inputs, **options, draft=drafter, return_dict_in_generate=True)
             assert torch.equal(out.sequences, base.generate(**inputs, **options))
             cut |= any(len(r) == n > 0 for step in out.steps for r, n in zip(step.tokens, step.accepted, strict=True))
     assert cut, "no ending cut a draft"
@@ -215,7 +215,7 @@ def test_the_other_drafts_continue_where_one_runs_out_of_positions():
     small = gpt2(positions=20)
     inputs, options = padded([[31], [5, 6, 7, 8, 9]]), {"do_sample": False, "max_new_tokens": 24}
     drafter = Cascade([DraftModel(small), MaxGram(4)], [[4, 3], [0, 4]])
-    out = specheads.generate(base, **inputs, **options, drafter=drafter)
+    out = specheads.generate(base, **inputs, **options, draft=drafter)
     assert torch.equal(out, base.generate(**inputs, **options))
 
 
@@ -251,10 +251,10 @@ def test_other_rules_judge_a_cascade_and_one_that_needs_draft_probs_refuses_it_b
     base = llama()
     drafter, ids = cascades(base)["Llama"], torch.tensor([[5, 6, 7, 5, 6]])
     for accept in (Typical(), CSLeniency(2)):
-        out = specheads.generate(base, ids, drafter=drafter, accept=accept, do_sample=False, max_new_tokens=8)
+        out = specheads.generate(base, ids, draft=drafter, accept=accept, do_sample=False, max_new_tokens=8)
         assert out.shape[1] == 13
     with pytest.raises(ValueError, match=r"Fuzzy compares draft and target probabilities, and Cascade gives none"):
-        specheads.generate(base, ids, drafter=drafter, accept=Fuzzy(0.1), do_sample=False, max_new_tokens=8)
+        specheads.generate(base, ids, draft=drafter, accept=Fuzzy(0.1), do_sample=False, max_new_tokens=8)
 
 
 # --- Bad input ---
@@ -294,4 +294,4 @@ def test_what_makes_no_cascade_is_refused(model):
         Cascade(two, LLAMA, notation="paper")
     other = Cascade([DraftModel(llama(vocab_size=50)), lookup], LLAMA)
     with pytest.raises(ValueError, match=r"50.*97"):
-        specheads.generate(llama(), torch.tensor([[5]]), drafter=other, max_new_tokens=4)
+        specheads.generate(llama(), torch.tensor([[5]]), draft=other, max_new_tokens=4)

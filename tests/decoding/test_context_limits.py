@@ -77,7 +77,7 @@ def test_a_prompt_that_is_too_long_is_said_before_anything_is_decoded(hf_log):
 def test_so_is_a_text_longer_than_its_base_was_made_for(hf_log):
     base = tiny_llama(max_position_embeddings=16)
     for length in (17, 18, 20):
-        specheads.generate(base, ids(6), drafter=DraftModel(base), max_length=length, eos_token_id=None)
+        specheads.generate(base, ids(6), draft=DraftModel(base), max_length=length, eos_token_id=None)
     assert [line.partition(" was made for")[0] for line in said(hf_log)] == [
         "position 17 is past the 16 tokens that LlamaForCausalLM"
     ]

@@ -66,7 +66,7 @@ def test_every_plan_and_batch_matches_greedy(pair, plan):
     gained = steps = 0
     for name, inputs in prompts.items():
         out = specheads.generate(
-            base, **inputs, drafter=DraftModel(small), tree=PLANS[plan], do_sample=False, max_new_tokens=24,
+            base, **inputs, draft=DraftModel(small), tree=PLANS[plan], do_sample=False, max_new_tokens=24,
             return_dict_in_generate=True,
         )  # fmt: skip
         assert torch.equal(out.sequences, texts[name])
@@ -83,7 +83,7 @@ def test_a_small_model_of_other_sizes_matches_greedy(pair, plan):
     small = tiny_llama(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
     for name, inputs in prompts.items():
         out = specheads.generate(
-            base, **inputs, drafter=DraftModel(small), tree=PLANS[plan], do_sample=False, max_new_tokens=24
+            base, **inputs, draft=DraftModel(small), tree=PLANS[plan], do_sample=False, max_new_tokens=24
         )
         assert torch.equal(out, texts[name])
 
@@ -95,7 +95,7 @@ def test_a_prompt_of_1500_tokens_matches_greedy():
     inputs, options = padded(rows), {"do_sample": False, "max_new_tokens": 12}
     expected = base.generate(**inputs, **options)
     for plan in (chain(4), PLANS["static"], SampledTree((2, 1))):
-        out = specheads.generate(base, **inputs, **options, drafter=DraftModel(near(base)), tree=plan)
+        out = specheads.generate(base, **inputs, **options, draft=DraftModel(near(base)), tree=plan)
         assert torch.equal(out, expected)
 
 
@@ -109,14 +109,14 @@ def test_an_ending_inside_a_draft_matches_greedy(pair, plan):
     for token in sorted(set(texts["ragged"][:2, columns + 1 : columns + 6].flatten().tolist())):
         options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": [token, 96], "pad_token_id": PAD}
         out = specheads.generate(
-            base, **inputs, **options, drafter=drafter, tree=PLANS[plan], return_dict_in_generate=True
+            base, **inputs, **options, draft=drafter, tree=PLANS[plan], return_dict_in_generate=True
         )
         assert torch.equal(out.sequences, base.generate(**inputs, **options))
         cut |= any(len(row) == n > 0 for step in out.steps for row, n in zip(step.tokens, step.accepted, strict=True))
     assert cut, "no EOS cut a draft"
     for limit in range(1, 6):
         options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": 96, "pad_token_id": PAD}
-        out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=PLANS[plan])
+        out = specheads.generate(base, **inputs, **options, draft=drafter, tree=PLANS[plan])
         assert torch.equal(out, base.generate(**inputs, **options))
 
 
@@ -126,7 +126,7 @@ def test_a_head_model_can_draft_with_a_small_model_too(pair):
     for draft in (DraftModel(small), model.head):
         out = model.generate(**prompts["ragged"], draft=draft, do_sample=False, max_new_tokens=24)
         assert torch.equal(out, texts["ragged"])
-    out = specheads.generate(base, **prompts["ragged"], drafter=model.head, do_sample=False, max_new_tokens=24)
+    out = specheads.generate(base, **prompts["ragged"], draft=model.head, do_sample=False, max_new_tokens=24)
     assert torch.equal(out, texts["ragged"])
 
 
@@ -139,7 +139,7 @@ def test_an_offloaded_target_matches_greedy():
     drafter = DraftModel(near(base))
     cpu_offload(base, execution_device="cpu")
     assert base.get_input_embeddings().weight.is_meta
-    assert torch.equal(specheads.generate(base, **inputs, **options, drafter=drafter, tree=chain(3)), expected)
+    assert torch.equal(specheads.generate(base, **inputs, **options, draft=drafter, tree=chain(3)), expected)
 
 
 # --- The distribution of sampled text, enumerated in float64 ---
@@ -216,9 +216,7 @@ def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, p
 
     inputs = padded([[199, target_size - 1, 5], [3, 4, 5, 6]])
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 0, "top_k": 0}):
-        out = specheads.generate(
-            base, **inputs, **options, drafter=Recording(small), tree=PLANS[plan], max_new_tokens=15
-        )
+        out = specheads.generate(base, **inputs, **options, draft=Recording(small), tree=PLANS[plan], max_new_tokens=15)
         if not options["do_sample"]:
             assert torch.equal(out, base.generate(**inputs, **options, max_new_tokens=15))
     assert max(int(tokens.max()) for tokens in drafted) < 200
@@ -226,7 +224,7 @@ def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, p
 
 def test_other_vocabularies_are_refused_with_both_sizes():
     with pytest.raises(ValueError, match=r"vocabulary of 50, the target one of 97: .*tokenizer=.*target's family"):
-        specheads.generate(llama(), torch.tensor([[5]]), drafter=DraftModel(llama(vocab_size=50)), max_new_tokens=4)
+        specheads.generate(llama(), torch.tensor([[5]]), draft=DraftModel(llama(vocab_size=50)), max_new_tokens=4)
 
 
 def test_drafts_stay_inside_a_learned_position_table():
@@ -236,7 +234,7 @@ def test_drafts_stay_inside_a_learned_position_table():
     for inputs in (padded(rows[:1]), padded(rows)):
         expected = base.generate(**inputs, do_sample=False, max_new_tokens=12)
         for plan in (None, chain(4), PLANS["dynamic"], PLANS["sampled"]):
-            out = specheads.generate(base, **inputs, drafter=drafter, tree=plan, do_sample=False, max_new_tokens=12)
+            out = specheads.generate(base, **inputs, draft=drafter, tree=plan, do_sample=False, max_new_tokens=12)
             assert torch.equal(out, expected)
 
 
@@ -246,18 +244,18 @@ def test_a_text_that_outgrows_the_small_model_continues_without_it(pair):
     drafter = DraftModel(small)
     for name, inputs in prompts.items():
         options = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
-        out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=chain(3))
+        out = specheads.generate(base, **inputs, **options, draft=drafter, tree=chain(3))
         assert torch.equal(out.sequences, texts[name])
     drafted = [max(step.drafted) for step in out.steps[1:]]
     assert drafted == sorted(drafted, reverse=True) and drafted[0] == 3 and drafted[-1] == 0
     with pytest.raises(ValueError, match=r"positions for 25 tokens, and the prompt takes 26"):
-        specheads.generate(base, torch.full((1, 25), 5), drafter=drafter, max_new_tokens=4)
+        specheads.generate(base, torch.full((1, 25), 5), draft=drafter, max_new_tokens=4)
 
 
 def test_what_cannot_draft_is_refused():
     base = llama()
     with pytest.raises(TypeError, match=r"draft=LlamaForCausalLM cannot propose trees; .*DraftModel"):
-        specheads.generate(base, torch.tensor([[5]]), drafter=base, max_new_tokens=4)
+        specheads.generate(base, torch.tensor([[5]]), draft=base, max_new_tokens=4)
     with pytest.raises(ValueError, match="target_tokenizer= is missing"):
         DraftModel(base, tokenizer=object())
     with pytest.raises(UnsupportedModel, match="takes no position_ids"):

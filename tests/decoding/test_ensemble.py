@@ -32,7 +32,7 @@ def test_greedy_text_is_that_of_transformers_under_the_same_weight(pair, weight)
     for prompt in ([5, 6, 7, 8], [44], [9, 3, 2, 7, 5, 5]):
         ids = torch.tensor([prompt])
         ours = generate(
-            base, ids, attention_mask=torch.ones_like(ids), drafter=DraftModel(small), tree=chain(DEPTH),
+            base, ids, attention_mask=torch.ones_like(ids), draft=DraftModel(small), tree=chain(DEPTH),
             accept=Ensemble(weight), max_new_tokens=40, do_sample=False,
         )  # fmt: skip
         # Our prefill gives a token and theirs none: theirs begins after it, so that drafts have the same positions.

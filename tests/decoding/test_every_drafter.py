@@ -76,7 +76,7 @@ def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
         """The steps of a batch, whose text is the target's up to the end or the limit."""
         prompts = [rows[i] for i in which]
         out = generate(
-            base, **padded(prompts), drafter=own, tree=plan, do_sample=False, max_new_tokens=limit,
+            base, **padded(prompts), draft=own, tree=plan, do_sample=False, max_new_tokens=limit,
             eos_token_id=end, pad_token_id=PAD, return_dict_in_generate=True,
         )  # fmt: skip
         wanted = []

@@ -162,17 +162,16 @@ def steps_of(generate, **options):
 )
 def test_a_drafters_name_drafts_what_the_drafter_does_in_both_generates(model, name, drafter):
     plain = partial(specheads.generate, model.base)
-    told = steps_of(plain, drafter=drafter)
+    told = steps_of(plain, draft=drafter)
     for call in (model.generate, plain):
         assert steps_of(call, draft=name) == told
-        if name:
-            assert steps_of(call, drafter=name) == steps_of(call, draft=drafter) == told
+        assert not name or steps_of(call, draft=drafter) == told
 
 
 def test_head_and_true_are_the_models_own_head_and_a_base_alone_has_none(model):
     told = steps_of(model.generate, draft="head")
     assert any(drafted > [0] for _, drafted in told)
-    assert steps_of(model.generate, draft=True) == steps_of(model.generate, drafter="head") == told
+    assert steps_of(model.generate, draft=True) == told
     assert steps_of(partial(specheads.generate, model.base), draft=model.head) == told
     for draft in ("head", True):
         with pytest.raises(ValueError, match=f"^draft={draft!r}: this model has no head to draft with"):
@@ -183,17 +182,6 @@ def test_a_patched_model_takes_the_same_words(model):
     expected = steps_of(model.generate, draft="lookup", tree="chain:2", accept="typical")
     with specheads.patch(model.base) as base:
         assert steps_of(base.generate, draft="lookup", tree="chain:2", accept="typical") == expected
-
-
-def test_draft_and_drafter_are_one_argument(model):
-    for call in (model.generate, partial(specheads.generate, model.base)):
-        assert steps_of(call, draft="lookup", drafter=PromptLookup()) == steps_of(call, draft="lookup")
-        for draft in ("ngram", False):
-            with pytest.raises(ValueError, match="two names of one argument, and differ"):
-                steps_of(call, draft=draft, drafter=PromptLookup())
-    assert steps_of(model.generate, draft=True, drafter="head") == steps_of(model.generate, draft="head")
-    with pytest.raises(ValueError, match="two names of one argument, and differ"):
-        steps_of(model.generate, draft=True, drafter="lookup")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +346,7 @@ def test_a_wrapped_forward_is_known_by_its_class(wrap):
     base.forward = any_forward if wrap == "decorator" else torch.compile(own, backend="eager")
     for head in ("medusa", "eagle3"):
         assert torch.equal(convert(base, head).generate(ids, **options), expected)
-    assert torch.equal(specheads.generate(base, ids, drafter=specheads.DraftModel(base), **options), expected)
+    assert torch.equal(specheads.generate(base, ids, draft=specheads.DraftModel(base), **options), expected)
     assert calls or wrap == "compile"
 
 
@@ -367,11 +355,11 @@ def test_a_draft_model_may_be_a_peft_model(base):
 
     adapted = with_adapter()
     ids, options = torch.tensor([[5, 6, 7]]), {"do_sample": False, "max_new_tokens": 12}
-    out = specheads.generate(base, ids, drafter=specheads.DraftModel(adapted), **options)
+    out = specheads.generate(base, ids, draft=specheads.DraftModel(adapted), **options)
     assert torch.equal(out, base.generate(ids, **options))
     expected = adapted.generate(input_ids=ids, **options)
     assert not torch.equal(expected, out)
-    assert torch.equal(specheads.generate(adapted, ids, drafter=specheads.DraftModel(adapted), **options), expected)
+    assert torch.equal(specheads.generate(adapted, ids, draft=specheads.DraftModel(adapted), **options), expected)
 
 
 @pytest.mark.parametrize("compile", [False, "eager"])

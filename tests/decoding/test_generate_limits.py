@@ -60,7 +60,7 @@ def test_a_text_may_be_one_token_longer_than_the_positions(short, head, plan):
 def test_so_may_that_of_a_draft_model(short, plan):
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = short.generate(ids, **OPTIONS)
-    out = specheads.generate(short, ids, drafter=DraftModel(short), tree=PLANS[plan], **OPTIONS)
+    out = specheads.generate(short, ids, draft=DraftModel(short), tree=PLANS[plan], **OPTIONS)
     assert torch.equal(out, expected)
 
 
@@ -75,7 +75,7 @@ def test_so_may_that_of_an_encoder_decoder():
     expected = base.generate(ids, num_beams=1, **OPTIONS)
     assert expected.shape[1] == 41
     for drafter in (DraftModel(base), PromptLookup(8)):
-        assert torch.equal(specheads.generate(base, ids, num_beams=1, drafter=drafter, **OPTIONS), expected)
+        assert torch.equal(specheads.generate(base, ids, num_beams=1, draft=drafter, **OPTIONS), expected)
 
 
 # --- Drafts beyond what is left ---

@@ -134,7 +134,7 @@ def tails(base, drafter, plan, rule):
     base.float()
     inputs = padded(PROMPTS * COPIES)
     out = specheads.generate(
-        base, **inputs, drafter=drafter, tree=plan, accept=rule, do_sample=True, top_k=0, seed=0, max_new_tokens=TOKENS
+        base, **inputs, draft=drafter, tree=plan, accept=rule, do_sample=True, top_k=0, seed=0, max_new_tokens=TOKENS
     )
     texts = [tuple(row) for row in out[:, -TOKENS:].tolist()]
     alone = [Counter(texts[row::3]) for row in range(3)]

@@ -41,7 +41,7 @@ def test_the_rows_of_a_batch_are_searched_each_on_its_own():
 
 def test_a_table_for_another_vocabulary_is_refused_before_anything_is_drafted(base):
     with pytest.raises(ValueError, match=r"3.*97"):
-        generate(base, torch.tensor([[5]]), drafter=MaxGram(bigrams=[0, 1, 2]), max_new_tokens=4, eos_token_id=97)
+        generate(base, torch.tensor([[5]]), draft=MaxGram(bigrams=[0, 1, 2]), max_new_tokens=4, eos_token_id=97)
 
 
 def test_a_tree_is_refused():
@@ -116,7 +116,7 @@ def test_a_drafter_with_the_table_drafts_after_ids_never_seen():
     bigrams = [(token + 1) % 97 for token in range(97)]
     ids = torch.tensor([[5, 9]])
     out = generate(
-        base, ids, drafter=MaxGram(3, bigrams=bigrams), do_sample=False, max_new_tokens=6, return_dict_in_generate=True
+        base, ids, draft=MaxGram(3, bigrams=bigrams), do_sample=False, max_new_tokens=6, return_dict_in_generate=True
     )
     assert torch.equal(out.sequences, base.generate(ids, do_sample=False, max_new_tokens=6))
     assert out.steps[1].drafted == [3]

@@ -141,7 +141,7 @@ def test_a_text_about_an_image_is_the_bases_own(family):
         given = {**inputs, **images, "pixel_values": sign * images["pixel_values"]}
         texts.append(model.generate(**given, **OPTIONS))
         for drafter in (None, PromptLookup(4, width=2), convert(model, "eagle3").head):
-            out = specheads.generate(model, **given, **OPTIONS, drafter=drafter, return_dict_in_generate=True)
+            out = specheads.generate(model, **given, **OPTIONS, draft=drafter, return_dict_in_generate=True)
             assert torch.equal(out.sequences, texts[-1])
             assert (out.statistics()["drafted"] > 0) == (drafter is not None)
     assert not torch.equal(*texts), "the image makes no difference, so the test shows nothing"
@@ -159,7 +159,7 @@ def test_positions_that_are_given_are_kept(several):
     assert not torch.equal(plain, expected)
     for drafter in (None, DraftModel(base), convert(base, "eagle3").head):
         tree = DynamicTree(8, 3, 3) if drafter is not None else None
-        out = specheads.generate(base, **inputs, position_ids=positions, **OPTIONS, drafter=drafter, tree=tree)
+        out = specheads.generate(base, **inputs, position_ids=positions, **OPTIONS, draft=drafter, tree=tree)
         assert torch.equal(out, expected)
     from_zero = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
     assert torch.equal(specheads.generate(base, **inputs, position_ids=from_zero, **OPTIONS), plain)
@@ -175,7 +175,7 @@ def test_token_types_are_kept():
     assert not torch.equal(expected, base.generate(**inputs, **OPTIONS))
     for drafter in (None, DraftModel(base), PromptLookup(4, width=2)):
         tree = DynamicTree(8, 3, 3) if isinstance(drafter, DraftModel) else None
-        out = specheads.generate(base, **inputs, token_type_ids=types, **OPTIONS, drafter=drafter, tree=tree)
+        out = specheads.generate(base, **inputs, token_type_ids=types, **OPTIONS, draft=drafter, tree=tree)
         assert torch.equal(out, expected)
 
 
@@ -185,7 +185,7 @@ def test_several_texts_of_one_image_share_it():
     options = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 3, "seed": 1}
     out = specheads.generate(model, **inputs, **options)
     assert out.shape[0] == 3
-    assert torch.equal(out, specheads.generate(model, **inputs, **options, drafter=PromptLookup(3)))
+    assert torch.equal(out, specheads.generate(model, **inputs, **options, draft=PromptLookup(3)))
 
 
 class Styled(LlamaForCausalLM):
@@ -207,7 +207,7 @@ def test_what_cannot_be_served_is_refused_by_name():
     with pytest.raises(ValueError, match=r"cannot serve style= of Styled.*leave it out"):
         specheads.generate(styled, ids, style=style, **OPTIONS)
     assert torch.equal(
-        specheads.generate(styled, ids, style=None, **OPTIONS, drafter=PromptLookup()), styled.generate(ids, **OPTIONS)
+        specheads.generate(styled, ids, style=None, **OPTIONS, draft=PromptLookup()), styled.generate(ids, **OPTIONS)
     )
 
 
@@ -218,7 +218,7 @@ def test_what_an_encoder_decoder_cannot_be_given_is_refused_by_name():
     ids = torch.tensor([[5, 6, 7, 1]])
     encoded = BaseModelOutput(last_hidden_state=base.encoder(ids).last_hidden_state)
     expected = base.generate(ids, **OPTIONS)
-    assert torch.equal(specheads.generate(base, encoder_outputs=encoded, drafter=PromptLookup(), **OPTIONS), expected)
+    assert torch.equal(specheads.generate(base, encoder_outputs=encoded, draft=PromptLookup(), **OPTIONS), expected)
     with pytest.raises(ValueError, match=r"cannot serve decoder_inputs_embeds= of T5"):
         specheads.generate(base, ids, decoder_inputs_embeds=torch.zeros(1, 1, 16), **OPTIONS)
 
@@ -229,7 +229,7 @@ def test_ids_may_be_whole_numbers_of_any_width():
     expected = base.generate(**inputs, **OPTIONS)
     inputs["input_ids"] = inputs["input_ids"].int()
     for drafter in (None, PromptLookup(4), convert(base, "eagle3").head):
-        out = specheads.generate(base, **inputs, **OPTIONS, drafter=drafter)
+        out = specheads.generate(base, **inputs, **OPTIONS, draft=drafter)
         assert out.dtype == torch.long and torch.equal(out, expected)
     assert torch.equal(convert(base, "medusa").generate(**inputs, **OPTIONS), expected)
 
@@ -290,7 +290,7 @@ def test_a_model_whose_config_has_return_dict_false_is_refused_everywhere():
 def uses_of(base):
     """Calls of all that takes a base."""
     return (
-        lambda: specheads.generate(base, torch.tensor([[5, 6, 7]]), **OPTIONS, drafter=PromptLookup()),
+        lambda: specheads.generate(base, torch.tensor([[5, 6, 7]]), **OPTIONS, draft=PromptLookup()),
         lambda: DraftModel(base),
         lambda: convert(base, "medusa"),
         lambda: specheads.patch(base),

@@ -94,7 +94,7 @@ def test_every_drafter_matches_greedy(greedy, drafter):
     for inputs, expected in batches:
         out = generate(
             base,
-            drafter=DRAFTERS[drafter](V),
+            draft=DRAFTERS[drafter](V),
             **inputs,
             do_sample=False,
             max_new_tokens=40,
@@ -121,17 +121,17 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
     for end in ([96], None, None, None):
         if end is None:
             end = [ends.pop(0), 96]
-        out = generate(base, drafter=own, **inputs, **options, eos_token_id=end)
+        out = generate(base, draft=own, **inputs, **options, eos_token_id=end)
         assert torch.equal(out.sequences, base.generate(**inputs, **options, eos_token_id=end).sequences)
         for step in out.steps:
             for tokens, accepted in zip(step.tokens, step.accepted, strict=True):
                 ends += [token for token in tokens[:accepted] if token not in ends]
     for limit in range(20, 24):
         options = {"do_sample": False, "max_new_tokens": limit}
-        out = generate(base, drafter=own, **inputs, **options)
+        out = generate(base, draft=own, **inputs, **options)
         assert torch.equal(out, base.generate(**inputs, **options))
         stop = {"max_new_tokens": 60, "stopping_criteria": [until(inputs["input_ids"].shape[1] + limit)]}
-        out = generate(base, drafter=own, **inputs, do_sample=False, **stop, return_dict_in_generate=True)
+        out = generate(base, draft=own, **inputs, do_sample=False, **stop, return_dict_in_generate=True)
         assert torch.equal(out.sequences, base.generate(**inputs, do_sample=False, **stop))
         # A step that ends on an accepted token, not on the bonus, was cut.
         cut |= any(len(t) == n > 0 for step in out.steps for t, n in zip(step.tokens, step.accepted, strict=True))
@@ -180,7 +180,7 @@ def test_what_is_drafted_is_counted_row_by_row(monkeypatch):
 
     monkeypatch.setattr(PromptLookup, "paths", recording)
     out = generate(
-        repetitive_model("Llama"), drafter=PromptLookup(4, min_ngram=2), **padded([ROWS[2], ROWS[1][:30]]),
+        repetitive_model("Llama"), draft=PromptLookup(4, min_ngram=2), **padded([ROWS[2], ROWS[1][:30]]),
         do_sample=False, max_new_tokens=20, eos_token_id=96, return_dict_in_generate=True,
     )  # fmt: skip
     taken = [
@@ -267,7 +267,7 @@ def test_the_storage_learns_the_text_and_the_targets_other_likely_ids(fillers):
     base, prompt = repetitive_model("Llama"), ROWS[1][:40]
     drafter = NGram(4, storage=storage(4), filler_top_k=fillers)
     out = generate(
-        base, drafter=drafter, **padded([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
+        base, draft=drafter, **padded([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
     )
     assert out.statistics()["accepted"]
     text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted after the last step
@@ -313,7 +313,7 @@ def test_what_was_learned_stays_between_prompts_if_reset_between_is_false(reset_
     base = repetitive_model("Llama")
     drafter = NGram(4, storage=storage(), reset_between=reset_between)
     for row in (ROWS[2], [50, 51, 52]):
-        generate(base, drafter=drafter, **padded([row]), do_sample=False, max_new_tokens=5)
+        generate(base, draft=drafter, **padded([row]), do_sample=False, max_new_tokens=5)
     assert drafter.storage.next_token([50, 51]) == (52, True)
     assert (((11, 12), 13) in learned_counts(drafter.storage)) != reset_between
     drafter.reset()

@@ -47,7 +47,7 @@ def test_a_draft_through_text_matches_greedy(pair, tree):
     prompts[-1].pop()  # in the middle of a character
     for rows in (prompts[:1], prompts[1:], [[1]]):
         inputs, options = padded(rows), {"do_sample": False, "max_new_tokens": 40}
-        out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=tree, return_dict_in_generate=True)
+        out = specheads.generate(base, **inputs, **options, draft=drafter, tree=tree, return_dict_in_generate=True)
         assert torch.equal(out.sequences, base.generate(**inputs, **options))
         if rows == prompts[:1] and tree != chain(1):
             assert out.statistics()["accepted_length"] > 2, "hardly a draft was accepted, so this shows little"
@@ -56,7 +56,7 @@ def test_a_draft_through_text_matches_greedy(pair, tree):
 def test_the_end_of_the_text_is_drafted_too(pair):
     base, drafter = pair
     inputs, options = padded([TARGET(TEXT * 2)["input_ids"][:-6]]), {"do_sample": False, "max_new_tokens": 20}
-    out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=chain(12), return_dict_in_generate=True)
+    out = specheads.generate(base, **inputs, **options, draft=drafter, tree=chain(12), return_dict_in_generate=True)
     assert torch.equal(out.sequences, base.generate(**inputs, **options))
     assert out.sequences[0, -1] == TARGET.eos_token_id
     assert sum(step.accepted[0] for step in out.steps) == out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
@@ -66,7 +66,7 @@ def test_sampled_text_is_that_of_plain_decoding(pair):
     """A chain of likeliest tokens is a point mass, so a seed gives plain decoding's text at one token a step."""
     base, drafter = pair
     options = {"do_sample": True, "temperature": 0.01, "top_k": 0, "max_new_tokens": 20, "seed": 0}
-    out = specheads.generate(base, **padded([TARGET("the")["input_ids"]]), **options, drafter=drafter)
+    out = specheads.generate(base, **padded([TARGET("the")["input_ids"]]), **options, draft=drafter)
     greedy = base.generate(**padded([TARGET("the")["input_ids"]]), do_sample=False, max_new_tokens=20)
     assert torch.equal(out, greedy)
 
@@ -76,7 +76,7 @@ def test_the_draft_model_reads_each_token_once(pair):
     drafter, fed = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET), []
     hook = drafter.small.get_input_embeddings().register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     out = specheads.generate(
-        base, **padded([TARGET(TEXT)["input_ids"]]), drafter=drafter, tree=chain(6), do_sample=False,
+        base, **padded([TARGET(TEXT)["input_ids"]]), draft=drafter, tree=chain(6), do_sample=False,
         max_new_tokens=30, return_dict_in_generate=True,
     )  # fmt: skip
     hook.remove()
@@ -91,7 +91,7 @@ def test_what_cannot_be_drafted_through_text_is_refused(pair, tree):
     base, checked = pair
     drafter = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET)
     with pytest.raises(ValueError, match="between two vocabularies a draft is a chain of likeliest tokens, not "):
-        specheads.generate(base, torch.tensor([[5]]), drafter=drafter, tree=tree, max_new_tokens=4)
+        specheads.generate(base, torch.tensor([[5]]), draft=drafter, tree=tree, max_new_tokens=4)
 
 
 def test_a_rule_that_compares_probabilities_is_refused_through_text(pair):
@@ -105,7 +105,7 @@ def test_one_vocabulary_under_two_names_needs_no_text(pair):
     drafter = DraftModel(base, tokenizer=TARGET, target_tokenizer=TARGET)
     options = {"do_sample": False, "max_new_tokens": 12}
     inputs = padded([TARGET("the")["input_ids"]])
-    out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=SampledTree((2, 1)))
+    out = specheads.generate(base, **inputs, **options, draft=drafter, tree=SampledTree((2, 1)))
     assert torch.equal(out, base.generate(**inputs, **options))
 
 

@@ -59,7 +59,7 @@ def test_the_text_is_generates_own_on_both_sides(base, lengths):
         if name == "itself" and max(lengths) >= base.config.max_position_embeddings:
             continue  # a draft model takes no longer prompts than its config names
         tree = DynamicTree(10, 4, 3) if name in ("itself", "eagle3") else None
-        out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=tree)
+        out = specheads.generate(base, **inputs, **options, draft=drafter, tree=tree)
         assert torch.equal(out, expected), name
 
 
@@ -73,7 +73,7 @@ def test_rows_that_end_early_change_nothing_for_the_others(base, seed):
     options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": ends, "pad_token_id": 0}
     expected = base.generate(**inputs, **options)
     for name, drafter in drafters(base).items():
-        assert torch.equal(specheads.generate(base, **inputs, **options, drafter=drafter), expected), name
+        assert torch.equal(specheads.generate(base, **inputs, **options, draft=drafter), expected), name
 
 
 def test_drafting_stops_and_resumes_as_it_can_and_warns_once(base, hf_log):
@@ -81,7 +81,7 @@ def test_drafting_stops_and_resumes_as_it_can_and_warns_once(base, hf_log):
     long = "longrope" in str(base.config.rope_parameters)
     text = base.generate(**inputs, do_sample=False, max_new_tokens=40)
     out = specheads.generate(
-        base, **inputs, do_sample=False, max_new_tokens=40, drafter=DraftModel(base), tree=specheads.chain(4),
+        base, **inputs, do_sample=False, max_new_tokens=40, draft=DraftModel(base), tree=specheads.chain(4),
         return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(out.sequences, text)
@@ -100,7 +100,7 @@ def test_drafting_stops_and_resumes_as_it_can_and_warns_once(base, hf_log):
 def test_a_text_that_ends_before_the_boundary_is_drafted_for_as_any_other(base, hf_log):
     inputs = prompts(12)
     out = specheads.generate(
-        base, **inputs, do_sample=False, max_new_tokens=14, drafter=DraftModel(base), tree=specheads.chain(4),
+        base, **inputs, do_sample=False, max_new_tokens=14, draft=DraftModel(base), tree=specheads.chain(4),
         return_dict_in_generate=True,
     )  # fmt: skip
     assert out.statistics()["accepted_length"] > 3 and "rotary positions" not in hf_log.text
@@ -112,9 +112,9 @@ def test_sampled_text_crosses_the_boundary_by_the_same_draws(base):
     inputs, options = prompts(34), {"do_sample": True, "max_new_tokens": 20, "top_k": 20}
     for seed in range(4):
         plain = specheads.generate(base, **inputs, **options, seed=seed)
-        assert torch.equal(specheads.generate(base, **inputs, **options, seed=seed, drafter=PromptLookup(5)), plain)
+        assert torch.equal(specheads.generate(base, **inputs, **options, seed=seed, draft=PromptLookup(5)), plain)
         drawn = specheads.generate(
-            base, **inputs, **options, seed=seed, drafter=DraftModel(base), tree=SampledTree((2, 1))
+            base, **inputs, **options, seed=seed, draft=DraftModel(base), tree=SampledTree((2, 1))
         )
         assert drawn.shape == plain.shape
 

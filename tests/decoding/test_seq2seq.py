@@ -172,7 +172,7 @@ def test_the_encoder_runs_once_and_no_text_is_fed_twice(make, batch):
     expected = base.generate(**inputs, max_new_tokens=24, min_new_tokens=24)
     count = Counting(base)
     out = specheads.generate(
-        base, **inputs, drafter=Known(expected), max_new_tokens=24, min_new_tokens=24, return_dict_in_generate=True
+        base, **inputs, draft=Known(expected), max_new_tokens=24, min_new_tokens=24, return_dict_in_generate=True
     )
     assert torch.equal(out.sequences, expected)
     assert count.encoder_calls == 1
@@ -188,7 +188,7 @@ def test_a_draft_model_encodes_once_and_is_fed_each_token_once():
     inputs, expected = BATCHES["one"], base.generate(**BATCHES["one"], max_new_tokens=24)
     count = Counting(small)
     out = specheads.generate(
-        base, **inputs, drafter=DraftModel(small), tree=chain(4), max_new_tokens=24, return_dict_in_generate=True
+        base, **inputs, draft=DraftModel(small), tree=chain(4), max_new_tokens=24, return_dict_in_generate=True
     )
     assert torch.equal(out.sequences, expected)
     assert out.statistics()["accepted_length"] > 4  # it is the same model, so all drafts hold
@@ -204,7 +204,7 @@ def test_rows_that_have_ended_are_fed_no_more():
     expected = base.generate(**inputs, max_new_tokens=30, eos_token_id=eos)
     counts = [Counting(base), Counting(small)]
     out = specheads.generate(
-        base, **inputs, drafter=DraftModel(small), tree=chain(3), max_new_tokens=30, eos_token_id=eos,
+        base, **inputs, draft=DraftModel(small), tree=chain(3), max_new_tokens=30, eos_token_id=eos,
         return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(out.sequences, expected)
@@ -285,24 +285,24 @@ def test_drafts_that_branch_are_refused(options, message):
 
 def test_models_of_two_kinds_do_not_draft_for_one_another(base):
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot draft for T5ForConditionalGeneration"):
-        specheads.generate(tiny_t5(), **BATCHES["one"], max_new_tokens=5, drafter=DraftModel(base))
+        specheads.generate(tiny_t5(), **BATCHES["one"], max_new_tokens=5, draft=DraftModel(base))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration cannot draft for LlamaForCausalLM"):
-        specheads.generate(base, **BATCHES["one"], max_new_tokens=5, drafter=DraftModel(tiny_t5()))
+        specheads.generate(base, **BATCHES["one"], max_new_tokens=5, draft=DraftModel(tiny_t5()))
 
 
 def test_a_draft_model_says_what_it_misses(monkeypatch):
     base, inputs = tiny_t5(), BATCHES["one"]
     encoded = base.get_encoder()(**inputs)
     with pytest.raises(ValueError, match="its ids are not known; give input_ids"):
-        specheads.generate(base, encoder_outputs=encoded, max_new_tokens=5, drafter=DraftModel(tiny_t5()))
+        specheads.generate(base, encoder_outputs=encoded, max_new_tokens=5, draft=DraftModel(tiny_t5()))
     with pytest.raises(ValueError, match=r"50.*97"):
-        specheads.generate(base, **inputs, max_new_tokens=5, drafter=DraftModel(tiny_t5(vocab_size=50)))
+        specheads.generate(base, **inputs, max_new_tokens=5, draft=DraftModel(tiny_t5(vocab_size=50)))
     with pytest.raises(ValueError, match="positions for 4 tokens"):
-        specheads.generate(base, **inputs, max_new_tokens=5, drafter=DraftModel(tiny_bart(max_position_embeddings=4)))
+        specheads.generate(base, **inputs, max_new_tokens=5, draft=DraftModel(tiny_bart(max_position_embeddings=4)))
 
 
 def test_heads_stay_with_decoder_only_models(model):
     with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder model"):
         convert(tiny_t5(), "medusa")
     with pytest.raises(UnsupportedModel, match="draft heads are for decoder-only ones; draft with"):
-        specheads.generate(tiny_t5(), **BATCHES["one"], max_new_tokens=5, drafter=model.head, tree=chain(2))
+        specheads.generate(tiny_t5(), **BATCHES["one"], max_new_tokens=5, draft=model.head, tree=chain(2))

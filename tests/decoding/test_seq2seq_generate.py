@@ -53,15 +53,15 @@ def pair(request):
 
 
 DRAFTERS = {
-    "lookup": lambda small: {"drafter": PromptLookup()},
-    "maxgram": lambda small: {"drafter": MaxGram(bigrams=[0] * 3 + list(range(4, V)) + [3])},
-    "ngram": lambda small: {"drafter": NGram(storage=NGramStorage(3, V))},
-    "one level": lambda small: {"drafter": NGram(storage=OneLevelNGramStorage(2, V), stop_if_unknown=False)},
-    "model": lambda small: {"drafter": DraftModel(small), "tree": AdaptiveChain(6)},
-    "model, chain": lambda small: {"drafter": DraftModel(small), "tree": chain(3)},
-    "model, sampled": lambda small: {"drafter": DraftModel(small), "tree": SampledTree((1, 1, 1))},
-    "cascade": lambda small: {"drafter": Cascade([DraftModel(small), MaxGram()], [[4, 3], [0, 3]], leniency=2)},
-    "nothing": lambda small: {"drafter": None},
+    "lookup": lambda small: {"draft": PromptLookup()},
+    "maxgram": lambda small: {"draft": MaxGram(bigrams=[0] * 3 + list(range(4, V)) + [3])},
+    "ngram": lambda small: {"draft": NGram(storage=NGramStorage(3, V))},
+    "one level": lambda small: {"draft": NGram(storage=OneLevelNGramStorage(2, V), stop_if_unknown=False)},
+    "model": lambda small: {"draft": DraftModel(small), "tree": AdaptiveChain(6)},
+    "model, chain": lambda small: {"draft": DraftModel(small), "tree": chain(3)},
+    "model, sampled": lambda small: {"draft": DraftModel(small), "tree": SampledTree((1, 1, 1))},
+    "cascade": lambda small: {"draft": Cascade([DraftModel(small), MaxGram()], [[4, 3], [0, 3]], leniency=2)},
+    "nothing": lambda small: {"draft": None},
 }
 
 
@@ -84,11 +84,11 @@ def test_each_row_accepts_its_own_length_and_gains_by_it(pair):
     base, _ = pair
     expected = base.generate(**BATCHES["ragged"], max_new_tokens=30, min_new_tokens=30)
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "return_dict_in_generate": True}
-    out = specheads.generate(base, **BATCHES["ragged"], drafter=Known(expected), **options)
+    out = specheads.generate(base, **BATCHES["ragged"], draft=Known(expected), **options)
     assert torch.equal(out.sequences, expected)
     assert len({tuple(accepted) for accepted in zip(*(step.accepted for step in out.steps[1:]), strict=True)}) == 3
     assert out.statistics()["accepted_length"] > 2 and out.lossless
-    out = specheads.generate(base, **BATCHES["ragged"], drafter=DraftModel(base), tree=chain(4), **options)
+    out = specheads.generate(base, **BATCHES["ragged"], draft=DraftModel(base), tree=chain(4), **options)
     assert out.statistics()["accepted_length"] > 4  # a draft model that is the target has every token accepted
 
 
@@ -121,7 +121,7 @@ def test_options_mean_what_they_mean_in_transformers(pair, change):
     options = {**BATCHES["ragged"], "max_new_tokens": 14, "do_sample": False, **CHANGES[change]}
     expected = base.generate(**options)
     for drafter in (Known(expected), DraftModel(small)):
-        assert torch.equal(specheads.generate(base, **options, drafter=drafter, tree=chain(3)), expected)
+        assert torch.equal(specheads.generate(base, **options, draft=drafter, tree=chain(3)), expected)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4, 7])
@@ -129,13 +129,11 @@ def test_a_limit_and_an_eos_inside_a_draft_end_the_row_there(pair, limit):
     base, _ = pair
     inputs = BATCHES["ragged"]
     text = base.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
-    out = specheads.generate(base, **inputs, drafter=DraftModel(base), tree=chain(5), max_new_tokens=limit)
+    out = specheads.generate(base, **inputs, draft=DraftModel(base), tree=chain(5), max_new_tokens=limit)
     assert torch.equal(out, base.generate(**inputs, max_new_tokens=limit))
     eos = int(text[0, limit])
     expected = base.generate(**inputs, max_new_tokens=12, eos_token_id=eos)
-    out = specheads.generate(
-        base, **inputs, drafter=DraftModel(base), tree=chain(5), max_new_tokens=12, eos_token_id=eos
-    )
+    out = specheads.generate(base, **inputs, draft=DraftModel(base), tree=chain(5), max_new_tokens=12, eos_token_id=eos)
     assert torch.equal(out, expected)
 
 
@@ -157,7 +155,7 @@ def test_decoder_input_ids_are_continued_as_in_transformers(pair, prompt):
     options = {**BATCHES["ragged"], "decoder_input_ids": PROMPTS[prompt], "max_new_tokens": 12}
     expected = base.generate(**options)
     for drafter in (Known(expected), DraftModel(small)):
-        assert torch.equal(specheads.generate(base, **options, drafter=drafter, tree=chain(3)), expected)
+        assert torch.equal(specheads.generate(base, **options, draft=drafter, tree=chain(3)), expected)
 
 
 def test_padding_in_a_decoders_prompt_counts_as_it_does_in_transformers(pair):
@@ -170,12 +168,12 @@ def test_padding_in_a_decoders_prompt_counts_as_it_does_in_transformers(pair):
     }  # fmt: skip
     expected = base.generate(**options)
     for drafter in (Known(expected), DraftModel(small)):
-        assert torch.equal(specheads.generate(base, **options, drafter=drafter, tree=chain(3)), expected)
+        assert torch.equal(specheads.generate(base, **options, draft=drafter, tree=chain(3)), expected)
 
 
 def test_the_padding_of_sources_is_not_seen(pair):
     base, _ = pair
-    together = specheads.generate(base, **BATCHES["ragged"], drafter=PromptLookup(), max_new_tokens=15)
+    together = specheads.generate(base, **BATCHES["ragged"], draft=PromptLookup(), max_new_tokens=15)
     for row, source in enumerate(SOURCES):
         alone = base.generate(input_ids=torch.tensor([source]), max_new_tokens=15)
         assert together[row, : alone.shape[1]].tolist() == alone[0].tolist()
@@ -185,7 +183,7 @@ def test_learnt_positions_serve_to_their_last():
     base = tiny_bart(max_position_embeddings=16)
     expected = base.generate(**BATCHES["ragged"], max_length=16, min_length=16)
     for drafter in (Known(expected, depth=9), DraftModel(tiny_bart(1, max_position_embeddings=12)), DraftModel(base)):
-        out = specheads.generate(base, **BATCHES["ragged"], drafter=drafter, max_length=16, min_length=16)
+        out = specheads.generate(base, **BATCHES["ragged"], draft=drafter, max_length=16, min_length=16)
         assert torch.equal(out, expected)
 
 
@@ -195,7 +193,7 @@ def test_encoder_outputs_may_be_given(pair):
     encoded = base.get_encoder()(**BATCHES["ragged"])
     out = specheads.generate(
         base, encoder_outputs=encoded, attention_mask=BATCHES["ragged"]["attention_mask"], max_new_tokens=15,
-        drafter=PromptLookup(),
+        draft=PromptLookup(),
     )  # fmt: skip
     assert torch.equal(out, expected)
 
@@ -204,9 +202,7 @@ def test_a_dict_holds_scores_and_steps_of_an_encoder_decoder(pair):
     base, _ = pair
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True}
     expected = base.generate(**BATCHES["ragged"], **options, output_logits=True)
-    out = specheads.generate(
-        base, **BATCHES["ragged"], **options, output_logits=True, drafter=Known(expected.sequences)
-    )
+    out = specheads.generate(base, **BATCHES["ragged"], **options, output_logits=True, draft=Known(expected.sequences))
     assert isinstance(out, GenerateEncoderDecoderOutput) and isinstance(out, specheads.SpecSeq2SeqOutput)
     assert torch.equal(out.sequences, expected.sequences)
     for name in ("scores", "logits"):
@@ -226,7 +222,7 @@ def test_a_streamer_gets_the_text_in_order(pair):
     base, _ = pair
     expected = base.generate(**BATCHES["one"], max_new_tokens=12)
     streamer = TextIteratorStreamer(Words())
-    specheads.generate(base, **BATCHES["one"], drafter=Known(expected), max_new_tokens=12, streamer=streamer)
+    specheads.generate(base, **BATCHES["one"], draft=Known(expected), max_new_tokens=12, streamer=streamer)
     assert "".join(streamer).split() == [str(token) for token in expected[0].tolist()]
 
 
@@ -241,7 +237,7 @@ def test_stopping_criteria_end_each_row_on_its_own(pair):
     base, _ = pair
     options = {**BATCHES["ragged"], "max_new_tokens": 15, "stopping_criteria": [Length()]}
     expected = base.generate(**options)
-    assert torch.equal(specheads.generate(base, **options, drafter=Known(expected)), expected)
+    assert torch.equal(specheads.generate(base, **options, draft=Known(expected)), expected)
 
 
 def test_num_return_sequences_encodes_each_source_once_and_drafts_for_its_own(pair):
@@ -251,14 +247,14 @@ def test_num_return_sequences_encodes_each_source_once_and_drafts_for_its_own(pa
     sampling = {"do_sample": True, "top_k": 0, "temperature": 0.05, "num_return_sequences": 2, "seed": 0}
     out = specheads.generate(
         base, **BATCHES["ragged"], **sampling, max_new_tokens=12, min_new_tokens=12, return_dict_in_generate=True,
-        drafter=PromptLookup(),
+        draft=PromptLookup(),
     )  # fmt: skip
     handle.remove()
     assert calls == [3] and len(out.sequences) == 6
     # A draft model that is the target, given each row's own source, drafts what the target says.
     out = specheads.generate(
         base, **BATCHES["ragged"], **sampling, max_new_tokens=12, min_new_tokens=12, return_dict_in_generate=True,
-        drafter=DraftModel(base), tree=SampledTree((1,) * 4),
+        draft=DraftModel(base), tree=SampledTree((1,) * 4),
     )  # fmt: skip
     assert out.statistics()["accepted_length"] > 3.5
 
@@ -270,7 +266,7 @@ def test_a_seed_reproduces_sampled_text_whatever_the_rule(pair):
     plans += [(chain(3), Lenient(0.5)), (chain(3), Fuzzy(0.5, "kl"))]
     for tree, accept in plans:
         first, again, other = (
-            specheads.generate(base, **options, drafter=DraftModel(small), tree=tree, accept=accept, seed=seed)
+            specheads.generate(base, **options, draft=DraftModel(small), tree=tree, accept=accept, seed=seed)
             for seed in (5, 5, 6)
         )
         assert torch.equal(first, again) and not torch.equal(first, other)
@@ -325,6 +321,6 @@ def test_beams_that_were_to_be_compiled_are_not_and_the_log_says_so(pair, hf_log
 
 
 def test_beams_and_drafts_are_refused_together(pair):
-    for options in ({"drafter": PromptLookup()}, {"accept": Typical()}):
+    for options in ({"draft": PromptLookup()}, {"accept": Typical()}):
         with pytest.raises(ValueError, match="num_beams=1"):
             specheads.generate(pair[0], **BATCHES["one"], num_beams=2, max_new_tokens=3, **options)

@@ -187,7 +187,7 @@ class Session:
             # Neutral values, which override the model's own generation config.
             kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logits_processor": settings.processor.warpers()}
         return generate(  # type: ignore[return-value]
-            mode.model, prompt, attention_mask=torch.ones_like(prompt), drafter=drafter or mode.drafter,
+            mode.model, prompt, attention_mask=torch.ones_like(prompt), draft=drafter or mode.drafter,
             tree=mode.plan, accept=mode.rule, seed=seed, max_new_tokens=length, do_sample=settings.processor.samples,
             return_dict_in_generate=True, **kwargs,
         )  # fmt: skip

@@ -63,7 +63,7 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
             tokenizer,
             prompt,
             batch,
-            drafter=model.head,
+            draft=model.head,
             color_depth=True,
             max_new_tokens=max_new_tokens,
             do_sample=False,

@@ -57,16 +57,3 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
             ) from error
         return DRAFTERS.build(draft)
     return with_defaults(draft)
-
-
-def either(draft: Any, drafter: Any, head: Drafter | None = None) -> Drafter | None:
-    """The drafter of a call that takes `draft`, and `drafter` as an alias.
-
-    ValueError where both are given and differ.
-    """
-    if drafter is None:
-        return as_drafter(draft, head)
-    found = as_drafter(drafter, head)
-    if draft is not None and draft is not drafter and as_drafter(draft, head) != found:
-        raise ValueError("draft= and drafter= are two names of one argument, and differ here; give draft= alone")
-    return found

@@ -19,7 +19,7 @@ from specheads.decoding.acceptance.named import as_rule
 from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import either
+from specheads.decoding.drafters.named import as_drafter
 from specheads.decoding.generation.context_limits import warn_past_limits
 from specheads.decoding.loop import Step, Stop, decode
 from specheads.decoding.planner import Plan, as_plan
@@ -53,11 +53,11 @@ class Decoding:
 
     @classmethod
     def parse(
-        cls, base: PreTrainedModel, *, draft: Any, drafter: Any, tree: Any, accept: Any, output_divergences: bool,
+        cls, base: PreTrainedModel, *, draft: Any, tree: Any, accept: Any, output_divergences: bool,
         compile: bool | str,
     ) -> Decoding:  # fmt: skip
         """From generate()'s arguments of the same names. ValueError or TypeError for those that cannot be combined."""
-        found = either(draft, drafter)
+        found = as_drafter(draft)
         plan, rule = as_plan(tree, found), as_rule(accept)
         if found is None and plan is not None:
             raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")

@@ -59,7 +59,6 @@ def generate(
     generation_config: GenerationConfig | None = None,
     *,
     draft: Drafter | str | bool | None = None,
-    drafter: Drafter | str | None = None,
     tree: Plan | str | None = None,
     accept: Acceptance | str | None = None,
     seed: int | Sequence[int] | None = None,
@@ -74,7 +73,7 @@ def generate(
     """`base.generate(...)` with draft trees, for any Hugging Face language model: same arguments, same text.
 
     draft: what drafts: a drafter (a `DraftModel`, a head …), "lookup", "ngram" or "maxgram"; None or False: plain
-    decoding through the same loop. drafter: an alias of draft. tree: the plan of the trees, or its text such as
+    decoding through the same loop. tree: the plan of the trees, or its text such as
     "chain:3" (default: the drafter's; for encoder-decoders a chain). accept: the rule, or its text such as
     "fuzzy:js:0.2" (default: `Exact`, lossless). seed: for sampling, one number or one for each row; a row's text
     depends on its own seed alone, and `probs.randomness.row_seeds` derives the rows' seeds from one number.
@@ -110,7 +109,7 @@ def generate(
     config = effective_config(base, generation_config)
     searches_beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
     decoding = Decoding.parse(
-        base, draft=draft, drafter=drafter, tree=tree, accept=accept, output_divergences=output_divergences,
+        base, draft=draft, tree=tree, accept=accept, output_divergences=output_divergences,
         compile=False if searches_beams else compile,
     )  # fmt: skip
     if output_divergences and not kwargs.get("return_dict_in_generate", config.return_dict_in_generate):

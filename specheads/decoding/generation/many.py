@@ -61,7 +61,6 @@ def generate_many(
     *,
     batch_size: int = 8,
     draft: Drafter | str | bool | None = None,
-    drafter: Drafter | str | None = None,
     tree: Plan | str | None = None,
     accept: Acceptance | str | None = None,
     seed: int | Sequence[int] | Callable[[int], int] | None = None,
@@ -80,7 +79,7 @@ def generate_many(
     that depend on the batch: automatic ones, and those of n-grams that learn from all rows.
 
     prompts: ids or, with a tokenizer, texts; a list is checked before anything runs, an iterator as it is read. draft,
-    drafter, tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.
+    tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.
     max_new_tokens: one number, or one for each prompt. A `prefix_allowed_tokens_fn` is called with the index of the
     prompt. seed: one number, from which each prompt's own is derived, one for each, or a function of the prompt's
     index. stream: return an iterator over the results as they finish, not a list in the order of the prompts.
@@ -98,7 +97,7 @@ def generate_many(
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1 prompt")
     decoding = Decoding.parse(
-        base, draft=draft, drafter=drafter, tree=tree, accept=accept, output_divergences=output_divergences,
+        base, draft=draft, tree=tree, accept=accept, output_divergences=output_divergences,
         compile=compile,
     )  # fmt: skip
     refuse_many_options(base, options)

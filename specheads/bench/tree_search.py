@@ -17,6 +17,7 @@ from specheads.decoding.planner import StaticTree, chain
 from specheads.decoding.planner.by_cost import StepCosts
 from specheads.decoding.planner.by_cost.shapes import CHAINS, TREES, Shape
 from specheads.losses.metrics import depths_reached
+from specheads.losses.targets import ENDED
 from specheads.models.calibration import calibrate_tree, measure_ranks
 from specheads.models.spec_model import SpecModel
 
@@ -47,7 +48,7 @@ def recorded_ranks(model: SpecModel, record: Record) -> list[Tensor]:
     pass of base and head. Texts no longer than the drafted depth are skipped; ValueError if all are."""
     depth = model.head.scored_depths
     rows = [
-        {"input_ids": [*prompt, *output], "labels": [*[-100] * (len(prompt) + 1), *output[1:]]}
+        {"input_ids": [*prompt, *output], "labels": [*[-100] * len(prompt), *output]}
         for prompt, output in record.outputs.items()
         if len(output) > depth
     ]
@@ -73,7 +74,7 @@ def acceptance_of(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
     """By depth and rank, the share of tokens with that rank, where the top draft was right at every earlier depth."""
     shares, right = [], torch.ones(len(ranks), dtype=torch.bool)
     for column in ranks.T:
-        known = column[right]
+        known = column[right & (column != ENDED)]
         if not len(known):
             break
         shares.append(tuple((known == rank).float().mean().item() for rank in range(RANKS)))

@@ -30,7 +30,7 @@ def pair():
 
 def options(small, plan, rule, **more):
     return {
-        "drafter": DraftModel(small), "tree": plan, "accept": rule, "return_dict_in_generate": True, "do_sample": False,
+        "draft": DraftModel(small), "tree": plan, "accept": rule, "return_dict_in_generate": True, "do_sample": False,
         "max_new_tokens": 21, "output_divergences": True, "seed": 5, **more,
     }  # fmt: skip
 

@@ -14,12 +14,12 @@ PROMPTS = padded([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
 OPTIONS = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": 96}
 HEADED = specheads.convert(repetitive_model("Llama"), "medusa", num_heads=3)
 DRAFTS = {
-    "lookup": {"drafter": PromptLookup(4)},
-    "max-gram": {"drafter": MaxGram(6)},
-    "head, static": {"drafter": HEADED.head, "tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)))},
-    "head, dynamic": {"drafter": HEADED.head, "tree": DynamicTree(8, 3, 3)},
-    "head, chain": {"drafter": HEADED.head, "tree": chain(3)},
-    "its own draft model": {"drafter": DraftModel(HEADED.base), "tree": StaticTree(((0,), (1,), (2,), (0, 0), (1, 0)))},
+    "lookup": {"draft": PromptLookup(4)},
+    "max-gram": {"draft": MaxGram(6)},
+    "head, static": {"draft": HEADED.head, "tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)))},
+    "head, dynamic": {"draft": HEADED.head, "tree": DynamicTree(8, 3, 3)},
+    "head, chain": {"draft": HEADED.head, "tree": chain(3)},
+    "its own draft model": {"draft": DraftModel(HEADED.base), "tree": StaticTree(((0,), (1,), (2,), (0, 0), (1, 0)))},
 }
 
 

@@ -271,10 +271,10 @@ class Branching:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafter": MaxGram(), "tree": specheads.comb(3)}, "chains only: T5.* takes no position_ids.*give tree=chain"),
-        ({"drafter": MaxGram(), "tree": specheads.DynamicTree()}, "chains only"),
-        ({"drafter": PromptLookup(width=2)}, "chains only"),
-        ({"drafter": Branching()}, "chains only"),
+        ({"draft": MaxGram(), "tree": specheads.comb(3)}, "chains only: T5.* takes no position_ids.*give tree=chain"),
+        ({"draft": MaxGram(), "tree": specheads.DynamicTree()}, "chains only"),
+        ({"draft": PromptLookup(width=2)}, "chains only"),
+        ({"draft": Branching()}, "chains only"),
     ],
     ids=["tree", "dynamic", "width", "drawn"],
 )

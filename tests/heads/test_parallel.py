@@ -11,6 +11,7 @@ from specheads.heads import draws
 from specheads.heads.parallel import head as parallel
 from specheads.heads.parallel.config import ParallelConfig
 from specheads.heads.starts.anchors import AnchoredBlocks
+from specheads.losses.targets import tokens_left
 from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 from tests.support.families import FAMILIES, build
 from tests.support.prompts import PROMPTS, padded
@@ -49,7 +50,7 @@ def test_the_targets_of_a_block_end_before_the_first_token_without_supervision(s
             assert learned[: found[int(b), int(a)]].all()
     assert found == expected and (blocks.weights == 1).all()
     # Slot j has the target j + 1 tokens after its anchor, of a draft that starts at the token before the anchor.
-    targets = blocks.targets(tokens)
+    targets = blocks.targets(tokens, tokens_left(supervised, documents))
     flat = [(b * 14 + a + j, b * 14 + a - 1, j) for (b, a), run in sorted(expected.items()) for j in range(run)]
     columns = [targets.positions, targets.starts[:, 0], targets.depths[:, 0]]
     assert list(zip(*(t.tolist() for t in columns), strict=True)) == flat
@@ -168,7 +169,7 @@ def test_low_confidence_ends_an_adaptive_chain():
         ({"block_size": 1, "sample_from_anchor": False}, "a block of one slot, the root's, drafts nothing"),
         ({"decay": 0}, "decay=0 "),
         ({"mask_token_id": 97}, "mask_token_id=97 is no token of a vocabulary of 97"),
-        ({"taps": [9]}, "tapped layer 9 does not exist"),
+        ({"taps": [10]}, "tapped layer 10 does not exist"),
     ],
 )
 def test_a_wrong_option_is_refused(base, options, message):

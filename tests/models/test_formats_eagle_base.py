@@ -56,7 +56,7 @@ def test_an_export_for_the_eagle_repository_has_the_base_as_transformers_4_reads
     own, again = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "base", out / "base"))
     text = "<|user|>def f(x):\n    return x  # {folder}\n"
     assert own(text)["input_ids"] == again(text)["input_ids"]
-    (program,) = blocks((out / "README.md").read_text(), "python")
+    program, *_ = blocks((out / "README.md").read_text(), "python")
     assert f'base_model_path="{out}/base", ea_model_path="{out}"' in program
 
 

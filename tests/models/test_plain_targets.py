@@ -64,7 +64,7 @@ REFUSED = {
     "names": ({"mtp.layers.0.transformer_block.mlp.weight": torch.zeros(2)}, "Inkling's modules"),
     "quantised": (
         {"model.layers.3.eh_proj.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)},
-        "eh_proj.weight is F8_E4M3",
+        "eh_proj.weight is quantised",
     ),
 }
 

@@ -124,7 +124,7 @@ def test_the_picture_has_a_named_line_and_a_band_for_each_run(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("history", "said"),
     [
-        (None, "trainer_state.json"),
+        (None, "no such folder"),
         ([{"step": 3, "train_loss": 2.0}], "training.logging_steps"),
         ([{"step": 3, "eval_loss": 2.0, "eval_accepted_length": 1.5}], "training.logging_steps"),
         ([{"step": 1, "loss": 2.0, "accepted_length": 1.0}], "an older version wrote it"),

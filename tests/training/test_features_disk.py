@@ -189,7 +189,7 @@ DAMAGES = {
     "index missing": ("index.json", Path.unlink, "has no index.json"),
     "index of another version": (
         "index.json", lambda path: path.write_text(path.read_text().replace('"format": 2', '"format": 9')),
-        "index.json has format 9, and this version reads 1",
+        "index.json has format 9, and this version reads 2",
     ),
     "base cut short": ("base/kept.safetensors", cut, "kept.safetensors is damaged"),
 }  # fmt: skip

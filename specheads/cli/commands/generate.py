@@ -48,7 +48,7 @@ class GenerateOptions:
     def arguments(self, drafter: Drafter | None) -> dict[str, Any]:
         """The arguments of generate()."""
         given: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens, "drafter": drafter, "tree": parse_tree(self.tree, drafter),
+            "max_new_tokens": self.max_new_tokens, "draft": drafter, "tree": parse_tree(self.tree, drafter),
             "seed": self.seed, "do_sample": self.temperature > 0, "compile": self.compile,
             "accept": None if self.accept is None else rule_named(self.accept),
         }  # fmt: skip

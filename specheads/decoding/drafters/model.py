@@ -46,7 +46,7 @@ class DraftModel(Drafter):
             missing = "tokenizer" if tokenizer is None else "target_tokenizer"
             raise ValueError(f"drafting through text takes the tokenizers of both models; {missing}= is missing")
         small = unwrapped(small)
-        if not writes_alone(small):
+        if not (small.config.is_encoder_decoder or writes_alone(small)):
             raise UnsupportedModel(
                 f"{type(small).__name__} drafts from another model's states, not from ids alone, so it is no draft "
                 "model; a drafter of transformers' own goes to the model's own generate(assistant_model=...)"

@@ -19,6 +19,7 @@ from specheads.decoding.loop import Step
 from specheads.decoding.probs.row_sampler import RowSampler
 from specheads.decoding.refill import NewRows
 from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.model_inputs import ModelInputs
 from specheads.decoding.verify.seq2seq import Source
 
 
@@ -86,9 +87,10 @@ class SlotDecoder:
             return NewRows(rows, *_pack(new, device), [one.stop.limit for one in new], self._seeds(new))
 
         target, plan = self.decoding.prepare(device, first.do_sample, source=_stack_sources(prompts))
+        inputs = first.inputs if len(prompts) == 1 else ModelInputs(rows_may_part=True)
         for step in self.decoding.steps(
             target, plan, *_pack(prompts, device), sampler=sampler, stop=stop, eos=first.stop.eos,
-            max_new_tokens=[one.stop.limit for one in prompts], inputs=first.inputs if len(prompts) == 1 else None,
+            max_new_tokens=[one.stop.limit for one in prompts], inputs=inputs,
             keep_scores=first.stop.scores is not None,
             refill=None if waiting is None else refill,
         ):  # fmt: skip

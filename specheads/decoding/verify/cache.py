@@ -95,6 +95,18 @@ class TreeCache(Cache):
         self.window.loaded, self.lengths = True, lengths
         self.prepare(bound)
 
+    def join_rows(self, parts: Sequence[tuple[Tensor, TreeCache]], rows: int, columns: int) -> None:
+        """Hold prompts of `columns` tokens that caches of some rows each hold: (their rows, cache), before any of them
+        is loaded."""
+        for n, layer in enumerate(self.tree_layers):
+            for name in ("keys", "values") if parts[0][1].tree_layers[n].is_initialized else ():
+                for index, cache in parts:
+                    part = getattr(cache.tree_layers[n], name)
+                    if not layer.is_initialized or getattr(layer, name) is None:
+                        setattr(layer, name, part.new_zeros(rows, part.shape[1], columns, part.shape[3]))
+                        layer.is_initialized = True
+                    getattr(layer, name)[index.to(part.device), :, : part.shape[2]] = part
+
     def replace_rows(self, rows: Tensor, other: TreeCache, lengths: Tensor) -> None:
         """Give these rows (R,) the text of `other`, a cache of R rows: its first lengths (R,) committed tokens."""
         self.capacity = max(self.capacity, other.capacity)

@@ -42,6 +42,8 @@ from specheads.decoding.verify.rope_switch import rope_switch
 from specheads.decoding.verify.taps import last_output_kept, run_tapped
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
+SHORT_PROMPT = 64  # tokens: a pass over fewer takes about as long as one over so many
+LEAST_FULL = 0.75
 logger = hf_logging.get_logger(__name__)
 
 
@@ -123,14 +125,43 @@ class Target(Verifier):
         return ""
 
     def _forward_prompts(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
-        """The pass of `prefill`, into a new cache."""
-        # Packed left, causal prompts need no mask from us: padding comes after everything it could disturb. The base
-        # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
+        """The passes of `prefill`, into a new cache: prompts of similar length share one, so little is padding."""
         batch, columns = ids.shape
-        self.cache = TreeCache(
+        groups = [list(range(batch))]
+        if self.switch is None and not self.has_state and inputs.is_text and inputs.rows_may_part:
+            groups = similar_lengths(lengths.tolist())
+        if len(groups) == 1:
+            self.cache = self._new_cache()
+            out = self._read_prompts(ids, lengths, inputs)
+        else:
+            parts, logits, features = [], ids.new_zeros(0), ids.new_zeros(0)
+            for rows in map(ids.new_tensor, groups):
+                self.cache = self._new_cache()
+                part = self._read_prompts(ids[rows, : int(lengths[rows].max())], lengths[rows], inputs)
+                parts.append((rows, self.cache))
+                if len(parts) == 1:
+                    logits = part.logits.new_zeros(batch, *part.logits.shape[1:])
+                    features = part.features.new_zeros(batch, columns, part.features.shape[2])
+                logits[rows.to(logits.device)] = part.logits
+                features[rows.to(features.device), : part.features.shape[1]] = part.features
+            self.cache = self._new_cache()
+            self.cache.join_rows(parts, batch, columns)
+            out = TargetOutput(logits, features)
+        if inputs.prefix is None:
+            self.cache.load_prompt(lengths, columns)
+        return out
+
+    def _new_cache(self) -> TreeCache:
+        return TreeCache(
             cache_layers(self.config), self.scratch, self.capacity, static=self.static,
             recurrent=self.recurrent, number_of_states=getattr(self.config, "number_of_conv_states", 1),
         )  # fmt: skip
+
+    def _read_prompts(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
+        """One pass over prompts, into `cache`, whose layers then hold them."""
+        # Packed left, causal prompts need no mask from us: padding comes after everything it could disturb. The base
+        # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
+        batch, columns = ids.shape
         if self.cache.recurrent is not None:
             self.cache.recurrent.begin_text(lengths.tolist())
         mask: Any = None
@@ -155,8 +186,6 @@ class Target(Verifier):
             last = last.new_tensor([kept.index(end) for end in ends])
             extra["logits_to_keep"] = kept
         logits, features = self._forward(ids, position, mask, **extra)
-        if inputs.prefix is None:
-            self.cache.load_prompt(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
 
@@ -184,7 +213,7 @@ class Target(Verifier):
         last = (lengths + ids.new_tensor(room) - 2).unsqueeze(1)
         self._last_position = self._last_position.index_copy(0, rows, last)
         self._refuse_slot_scaling()
-        out = self._forward_prompts(ids, lengths, ModelInputs())
+        out = self._forward_prompts(ids, lengths, ModelInputs(rows_may_part=True))
         cache.replace_rows(rows, self.cache, lengths)
         self.cache, self.prompt_lengths = cache, self.prompt_lengths.index_copy(0, rows, lengths)
         return out
@@ -328,3 +357,17 @@ class Target(Verifier):
                 **{self.cache_argument: self.cache}, **kwargs,
             )  # fmt: skip
         return out.logits, features
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """The rows of a batch by the lengths of their prompts: in a group the shortest has at least LEAST_FULL of the
+    longest's. One group if several would save less than a fifth of the positions."""
+    padded = [max(length, SHORT_PROMPT) for length in lengths]
+    groups: list[list[int]] = []
+    for row in sorted(range(len(padded)), key=lambda row: -padded[row]):
+        if groups and padded[row] >= LEAST_FULL * padded[groups[-1][0]]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    read = sum(len(group) * padded[group[0]] for group in groups)
+    return groups if read < 0.8 * len(padded) * max(padded) else [list(range(len(padded)))]

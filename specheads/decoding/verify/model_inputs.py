@@ -52,7 +52,8 @@ class ModelInputs:
 
     positions (B, T) or (A, B, T): of the prompts' tokens, packed left; None if they count from 0. token_types (B, T):
     likewise; generated tokens get the type of the prompt's last token, as in transformers. columns: the width of the
-    prompts, padding included. prefix: the part of the prompts that need not be read.
+    prompts, padding included. prefix: the part of the prompts that need not be read. rows_may_part: may rows be read in
+    several passes? Not where each may have an adapter of its own.
     """
 
     prompt: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +61,12 @@ class ModelInputs:
     token_types: Tensor | None = None
     columns: int = 0
     prefix: Prefix | None = None
+    rows_may_part: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Are the prompts ids alone, counted from 0 and read whole?"""
+        return not self.prompt and self.positions is None and self.prefix is None
 
     def offset(self, lengths: Tensor) -> Tensor | None:
         """(B, 1) or (A, B, 1): the position of a token after the prompt, minus the number of tokens before it."""

@@ -72,8 +72,9 @@ Drafts = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"What drafts: auto[:FILE], head, {', '.join(DRAFTERS)}, a checkpoint, or a cascade:DRAFTER+DRAFTER…, in "
-        "which model:PATH is a draft model. auto picks what pays at each step, by the costs of `specheads tune`. "
+        help=f"What drafts: auto[:FILE], head, {', '.join(DRAFTERS)}, a checkpoint, a cascade:DRAFTER+DRAFTER…, in "
+        "which model:PATH is a draft model, or none. auto picks what pays at each step, by the costs of "
+        "`specheads tune`. "
         "(default: the assistant, else the head, else lookup; for `generate` with a head, auto).",
     ),
 ]

@@ -39,9 +39,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed.")] = None,
     tree: Tree = None,
     accept: Accept = None,
-    draft: Annotated[bool, typer.Option("--draft/--no-draft", help="--no-draft: decode one token per step.")] = True,
     assistant: Assistant = None,
-    drafter: Drafts = None,
+    draft: Drafts = None,
     k_matrix: KMatrix = None,
     leniency: Leniency = 1.0,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text while it is generated.")] = True,
@@ -63,9 +62,9 @@ def generate(
       specheads generate out/head --prompt-file question.txt --chat --temperature 0.7 --seed 1
       cat file.py | specheads generate out/head --tree chain:4 --json
       specheads generate out/head --prompt "class A" --accept fuzzy:js:0.2
-      specheads generate out/head --prompt "class A" --drafter auto:costs.json
+      specheads generate out/head --prompt "class A" --draft auto:costs.json
       specheads generate google/flan-t5-large --assistant google/flan-t5-small --prompt "Translate to German: a house"
-      specheads generate large --prompt "a" --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
+      specheads generate large --prompt "a" --draft cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
     """
     from specheads.cli.commands import arguments
     from specheads.cli.commands.draft_options import DraftOptions
@@ -75,9 +74,9 @@ def generate(
     text = arguments.read_prompt(prompt, prompt_file)
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, tree=tree,
-        draft=draft, chat=chat, accept=accept, compile=compile,
+        draft=draft != "none", chat=chat, accept=accept, compile=compile,
     )  # fmt: skip
-    chosen = DraftOptions(assistant, drafter, k_matrix, leniency, draft=draft)
+    chosen = DraftOptions(assistant, draft, k_matrix, leniency)
     models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device)
     name, drafts = chosen.drafter(models, auto=tree is None and accept is None)
     if as_json:

@@ -48,7 +48,7 @@ def evaluate(
     tree: Tree = None,
     accept: Accept = None,
     assistant: Assistant = None,
-    drafter: Drafts = None,
+    draft: Drafts = None,
     k_matrix: KMatrix = None,
     leniency: Leniency = 1.0,
     dtype: DType = "auto",
@@ -80,10 +80,11 @@ def evaluate(
         raise ValueError("--chat: the held-out files are not chats; give --prompts")
     rule = None if accept is None else rule_named(accept)
     asked = prompts_from(prompts, num_prompts, chat=chat) if prompts else None
-    chosen = DraftOptions(assistant, drafter, k_matrix, leniency)
+    chosen = DraftOptions(assistant, draft, k_matrix, leniency)
     models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device)
     name, drafts = chosen.drafter(models)
-    assert name is not None and drafts is not None
+    if name is None or drafts is None:
+        raise ValueError("--draft none: there is no drafter to measure; name one")
     if asked is None:
         asked = [*held_out_prompts(models.tokenizer, num_prompts or 8)]
     figures = measure(

@@ -28,7 +28,7 @@ def sweep(
         list[str] | None,
         typer.Option(
             "--head",
-            "--drafter",
+            "--draft",
             help="Head checkpoint, auto (with the first of them), model:PATH, lookup, ngram or maxgram; repeatable.",
         ),
     ] = None,
@@ -99,8 +99,8 @@ def sweep(
     Examples:
       specheads sweep sweep_rules --head out/head --out runs/rules
       specheads sweep --head out/head --accept fuzzy:js --thresholds 0.02,0.05,0.1,0.2,0.4
-      specheads sweep --drafter model:small --base large --gamma 5,10,20 --top-k 1,50 --task prompts
-      specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
+      specheads sweep --draft model:small --base large --gamma 5,10,20 --top-k 1,50 --task prompts
+      specheads sweep --base large --draft cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
       specheads sweep --head out/head --task gsm8k --data test.jsonl --chat --accept fuzzy:js,tv:0.1,0.3 --workers 2
     """
     from specheads.bench.sweep.grid import parse_numbers, read_sweep

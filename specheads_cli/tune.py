@@ -54,7 +54,7 @@ def tune(
 ) -> None:
     """Measure what a decoding step costs on this machine.
 
-    The costs are for `--drafter auto` and draft="auto". It times verification over nodes and context length, drafting
+    The costs are for `--draft auto` and draft="auto". It times verification over nodes and context length, drafting
     over levels, and the rest of the loop, and writes one small file that generate() finds by base, head, device, dtype,
     batch size and whether steps are compiled. generate() never measures by itself. Let nothing else run meanwhile.
 

@@ -60,7 +60,7 @@ def test_a_recipe_runs_on_other_models_that_options_name(name, shipped, tmp_path
     size = len(t5_on_disk.byte_tokenizer())
     save_bigrams([(token + 1) % size for token in range(size)], tmp_path / "bigrams.json")
     words = (
-        "--base", base, "--drafter", "+".join(f"model:{d}" for d in drafts).join(
+        "--base", base, "--draft", "+".join(f"model:{d}" for d in drafts).join(
             ("cascade:", f"+maxgram:{tmp_path / 'bigrams.json'}")
         ), "--cost", "measured", "--data", rows, "--max-new-tokens", 6, "--no-plots", "--out", tmp_path / "out",
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_recipe_runs_on_other_models_that_options_name(name, shipped, tmp_path
 def test_a_name_that_published_costs_do_not_know_ends_a_sweep_before_it_begins(tmp_path, capsys):
     base = t5_on_disk.save(t5_on_disk.t5(), tmp_path / "large")
     small = t5_on_disk.save(t5_on_disk.t5(2), tmp_path / "tiny")
-    words = ("--base", base, "--drafter", f"cascade:model:{small}+maxgram", "--k-matrix", "[[3,2],[0,2]]")
+    words = ("--base", base, "--draft", f"cascade:model:{small}+maxgram", "--k-matrix", "[[3,2],[0,2]]")
     code, _, err = run(capsys, "sweep", RECIPES / "sweep_csd_t5_work.yaml", *words, "--data", tmp_path / "absent.json")
     assert code == 2 and "knows no model" in err and "tiny" in err and err.count("\n") == 1
 
@@ -99,7 +99,7 @@ def test_rows_in_their_columns_are_asked_in_their_prompt(tmp_path, cache_in_tmp)
 @pytest.mark.parametrize("task", ["sampled_mmlu", "gsm8k"])
 def test_a_t5_answers_above_chance_and_a_cascade_writes_the_same_texts(task, taught, tmp_path, cache_in_tmp, capsys):
     words = (
-        "sweep", "--base", taught / "large", "--drafter", f"cascade:model:{taught / 'small'}+maxgram", "--k-matrix",
+        "sweep", "--base", taught / "large", "--draft", f"cascade:model:{taught / 'small'}+maxgram", "--k-matrix",
         "[[4,6],[0,6]]", "--leniency", 5, "--task", task, "--data", taught / f"{task}.json", "--max-new-tokens", 16,
         "--speed-prompts", 1, "--no-plots", "--json",
     )  # fmt: skip

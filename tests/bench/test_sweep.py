@@ -233,7 +233,7 @@ def test_a_base_s_own_penalties_change_neither_the_text_nor_a_lossless_rule_s_di
     assert texts[: len(texts) // 2] == texts[len(texts) // 2 :] and len(rows) == len(plain) == 4
     greedy = [row for row in rows if not row["temperature"]]
     assert [row["mean_kl"] for row in greedy] == pytest.approx([0, 0], abs=1e-5)
-    words = ("--base", folder / "base", "--drafter", "lookup", "--task", "prompts", "--num-prompts", 3)
+    words = ("--base", folder / "base", "--draft", "lookup", "--task", "prompts", "--num-prompts", 3)
     path = tmp_path / "record.json"
     code, _, _ = program(
         capsys, "sweep", *words, "--max-new-tokens", 10, "--out", tmp_path / "r", "--record", path, "--json"
@@ -245,7 +245,7 @@ def test_a_base_s_own_penalties_change_neither_the_text_nor_a_lossless_rule_s_di
 
 @pytest.mark.parametrize("lossy", [("--accept", "topn"), ("--temperature", "0.8")])
 def test_settings_that_cannot_be_replayed_are_refused_before_the_target_is_recorded(shipped, tmp_path, capsys, lossy):
-    words = ("--base", shipped / "base", "--drafter", "lookup", "--task", "prompts", "--num-prompts", 1)
+    words = ("--base", shipped / "base", "--draft", "lookup", "--task", "prompts", "--num-prompts", 1)
     path = tmp_path / "record.json"
     code, _, err = program(capsys, "sweep", *words, *lossy, "--out", tmp_path / "r", "--record", path)
     assert code == 2 and "a record replays greedy text under the exact rule" in err
@@ -344,7 +344,7 @@ def test_a_record_of_another_target_or_of_shorter_texts_is_refused_and_a_longer_
 
     def ask(length, base=shipped / "base", out="out"):
         return program(
-            capsys, "sweep", "--base", base, "--drafter", "lookup", "--task", "prompts", "--num-prompts", 2,
+            capsys, "sweep", "--base", base, "--draft", "lookup", "--task", "prompts", "--num-prompts", 2,
             "--max-new-tokens", length, "--out", tmp_path / out, "--record", path, "--json",
         )  # fmt: skip
 
@@ -393,7 +393,7 @@ def test_a_cascade_is_swept_over_k_matrices_by_the_record_of_a_target(
     shipped, questions, tmp_path, cache_in_tmp, capsys
 ):
     ask = (
-        "sweep", "--base", shipped / "base", "--drafter", f"cascade:model:{shipped / 'base'}+maxgram",
+        "sweep", "--base", shipped / "base", "--draft", f"cascade:model:{shipped / 'base'}+maxgram",
         "--k-matrix", "[[3,2],[0,2]]", "--k-matrix", "[[1,1],[0,1]]", "--task", "gsm8k", "--data", questions,
         "--max-new-tokens", 12, "--num-prompts", 2, "--out", tmp_path / "out", "--record", tmp_path / "record.json",
     )  # fmt: skip
@@ -412,7 +412,7 @@ def test_a_cascade_is_swept_over_k_matrices_by_the_record_of_a_target(
     [
         ((), "--head is missing"), (("--head", "nowhere"), "nowhere"),
         (("--head", "x", "--gamma", "2,x"), "--gamma x "),
-        (("--drafter", "lookup"), "which it is by --base"), (("absent.yaml",), "absent.yaml"),
+        (("--draft", "lookup"), "which it is by --base"), (("absent.yaml",), "absent.yaml"),
         (("--head", "x", "--accept", "fuzy:1"), "did you mean 'fuzzy'"), (("--head", "x", "--task", "mmul"), "'mmlu'"),
         (("--head", "x", "--workers", "2", "--record", "r.json"), "leave --workers at 1"),
     ],

@@ -117,7 +117,7 @@ def test_one_way_that_fails_leaves_the_others(piped, shipped, tmp_path):
 def test_a_conversation_continues_and_clear_forgets_it(piped, shipped, capsys):
     _, out, _ = piped("hi\nand?\n/clear\nhi\n", "--json")
     first, second, again = (json.loads(line)["modes"]["target alone"]["text"] for line in out.splitlines())
-    ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--no-draft", "--prompt")
+    ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--draft", "none", "--prompt")
     assert first == again == json.loads(run(capsys, *ask, "<user>hi<a>")[1])["text"]
     whole = f"<user>hi<assistant>{first}<user>and?<a>"
     assert second == json.loads(run(capsys, *ask, whole)[1])["text"]

@@ -19,7 +19,7 @@ from tests.support.tiny_models import tiny_llama
 @pytest.mark.sampled(5)
 def test_generate_gives_the_same_text_whatever_the_tree(head, tree, shipped, capsys):
     ask = ("generate", shipped / head, "--prompt", "def f(", "--max-new-tokens", 16, "--json")
-    plain = json.loads(run(capsys, *ask, "--no-draft")[1])
+    plain = json.loads(run(capsys, *ask, "--draft", "none")[1])
     code, out, _ = run(capsys, *ask, "--tree", tree)
     record = json.loads(out)
     assert code == 0 and record["text"] == plain["text"] and record["token_ids"] == plain["token_ids"]

@@ -41,10 +41,10 @@ def t5(tmp_path_factory):
 
 def drafters(folder):
     return {
-        "nothing named": (), "none": ("--no-draft",), "assistant": ("--assistant", folder / "small"),
-        "lookup": ("--drafter", "lookup:4"), "ngram": ("--drafter", "ngram"), "maxgram": ("--drafter", "maxgram"),
-        "chain": ("--assistant", folder / "small", "--tree", "chain:3"), "path": ("--drafter", folder / "small"),
-        "cascade": ("--drafter", f"cascade:model:{folder / 'small'}+maxgram", "--k-matrix", "[[3,2],[0,2]]",
+        "nothing named": (), "none": ("--draft", "none",), "assistant": ("--assistant", folder / "small"),
+        "lookup": ("--draft", "lookup:4"), "ngram": ("--draft", "ngram"), "maxgram": ("--draft", "maxgram"),
+        "chain": ("--assistant", folder / "small", "--tree", "chain:3"), "path": ("--draft", folder / "small"),
+        "cascade": ("--draft", f"cascade:model:{folder / 'small'}+maxgram", "--k-matrix", "[[3,2],[0,2]]",
                     "--leniency", 2),
     }  # fmt: skip
 
@@ -71,14 +71,14 @@ def test_generate_writes_transformers_greedy_text_whatever_drafts(pair, capsys):
 
 def test_a_plain_decoder_only_model_is_drafted_for_too(shipped, capsys):
     ask = ("generate", shipped / "base", "--prompt", "def f(", "--max-new-tokens", 12, "--json")
-    plain = json.loads(run(capsys, *ask, "--no-draft")[1])["token_ids"]
-    for words in ((), ("--drafter", "maxgram"), ("--assistant", shipped / "base"), ("--drafter", shipped / "medusa")):
+    plain = json.loads(run(capsys, *ask, "--draft", "none")[1])["token_ids"]
+    for words in ((), ("--draft", "maxgram"), ("--assistant", shipped / "base"), ("--draft", shipped / "medusa")):
         record = json.loads(run(capsys, *ask, *words)[1])
         assert record["token_ids"] == plain and record["statistics"]["drafted"] > 0
     assert record["drafter"] == "medusa head"
     ask = ("generate", shipped / "eagle3", *ask[2:])
     assert json.loads(run(capsys, *ask)[1])["drafter"] == "auto"
-    assert json.loads(run(capsys, *ask, "--drafter", "lookup")[1])["token_ids"] == plain
+    assert json.loads(run(capsys, *ask, "--draft", "lookup")[1])["token_ids"] == plain
 
 
 @pytest.mark.sampled(2)
@@ -127,7 +127,7 @@ def sweep(folder, tmp_path, *words):
 @pytest.mark.sampled(2)
 def test_a_sweep_measures_encoder_decoders_alike_in_batches_of_any_size(pair, tmp_path, cache_in_tmp, capsys):
     folder, _ = pair
-    words = ("--drafter", f"model:{folder / 'small'}", "--drafter", "lookup", "--gamma", "3", "--accept", "typical:0.5")
+    words = ("--draft", f"model:{folder / 'small'}", "--draft", "lookup", "--gamma", "3", "--accept", "typical:0.5")
     found = []
     for size in (1, 3):  # rows of one batch differ in length, and an encoder must not see that
         code, out, err = run(
@@ -150,7 +150,7 @@ def test_a_cascade_of_encoder_decoders_is_reviewed_alike_by_the_target_and_by_it
     t5, tmp_path, cache_in_tmp, capsys
 ):
     words = (
-        "--drafter", f"cascade:model:{t5 / 'base'}+model:{t5 / 'small'}+maxgram", "--k-matrix",
+        "--draft", f"cascade:model:{t5 / 'base'}+model:{t5 / 'small'}+maxgram", "--k-matrix",
         "[[2,1,2],[0,1,2],[0,0,2]]", "--leniency", 2,
     )  # fmt: skip
     ask = sweep(t5, tmp_path, *words)
@@ -169,7 +169,7 @@ def test_a_cascade_of_encoder_decoders_is_reviewed_alike_by_the_target_and_by_it
 
 @pytest.mark.slow
 def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cache_in_tmp, capsys):
-    words = ("--drafter", f"cascade:model:{t5 / 'small'}+maxgram", "--k-matrix", "[[2,2],[0,2]]",
+    words = ("--draft", f"cascade:model:{t5 / 'small'}+maxgram", "--k-matrix", "[[2,2],[0,2]]",
              "--cost", "measured")  # fmt: skip
     found = []
     for workers in (1, 2):
@@ -187,28 +187,28 @@ def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cac
     ("line", "said"),
     [
         ("generate {t5}/large --prompt a --tree comb:3,2", "chains only"),
-        ("generate {t5}/large --prompt a --drafter head", "there is no head"),
-        ("generate {t5}/large --prompt a --drafter {head}", "was trained for another base"),
+        ("generate {t5}/large --prompt a --draft head", "there is no head"),
+        ("generate {t5}/large --prompt a --draft {head}", "was trained for another base"),
         ("generate {t5}/large --prompt a --chat", "no chat template"),
         ("generate {t5}/large --prompt a --assistant {base}", "both must read the same"),
         ("generate {t5}/large --prompt a --base {base}", "--base"),
         ("generate {head} --prompt a --base {t5}/large", "was trained for another base"),
         ("generate {base} --prompt a --assistant {t5}/small", "both must read the same"),
-        ("generate {base} --prompt a --assistant {base} --no-draft", "give one of them"),
-        ("generate {base} --prompt a --drafter lookup --no-draft", "give one of them"),
-        ("generate {base} --prompt a --drafter lookup --assistant {base}", "give one of them"),
-        ("generate {base} --prompt a --drafter lookup:x", "'x' "),
-        ("generate {base} --prompt a --drafter cascade:lookup", "takes --k-matrix"),
-        ("generate {base} --prompt a --drafter cascade:lookup --k-matrix [[", "is no JSON"),
-        ("generate {base} --prompt a --drafter lookup --k-matrix [[2]]", "are options of a cascade"),
+        ("generate {base} --prompt a --assistant {base} --draft none", "give one of them"),
+        ("evaluate {base} --draft none", "there is no drafter to measure"),
+        ("generate {base} --prompt a --draft lookup --assistant {base}", "give one of them"),
+        ("generate {base} --prompt a --draft lookup:x", "'x' "),
+        ("generate {base} --prompt a --draft cascade:lookup", "takes --k-matrix"),
+        ("generate {base} --prompt a --draft cascade:lookup --k-matrix [[", "is no JSON"),
+        ("generate {base} --prompt a --draft lookup --k-matrix [[2]]", "are options of a cascade"),
         ("generate {vit} --prompt a", "a vit model; expected a decoder-only"),
-        ("evaluate {t5}/large --drafter head", "there is no head"),
-        ("evaluate {t5}/large --drafter nowhere/at/all", "nowhere/at/all"),
+        ("evaluate {t5}/large --draft head", "there is no head"),
+        ("evaluate {t5}/large --draft nowhere/at/all", "nowhere/at/all"),
         ("chat {t5}/large --tree comb:3,2", "chains only"),
         ("chat {t5}/large --chat", "no chat template"),
         ("parity {t5}/large --data x.jsonl", "not the config of a draft head"),
         ("sweep --base {t5}/large --head {head}", "was trained for another base"),
-        ("sweep --base {t5}/large --drafter model:{base} --task prompts --num-prompts 1", "both must read the same"),
+        ("sweep --base {t5}/large --draft model:{base} --task prompts --num-prompts 1", "both must read the same"),
     ],
 )
 def test_what_an_encoder_decoder_does_not_do_is_refused_in_one_line(

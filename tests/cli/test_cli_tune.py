@@ -81,14 +81,14 @@ def test_generate_goes_by_the_file_it_is_given_and_refuses_one_of_another_model(
     code, out, _ = run(capsys, "tune", shipped / "eagle3", *QUICK, "--output", costs)
     assert code == 0 and f"saved as {costs}" in out.replace("\n", "") and "verify after 16" in out
     ask = ("--prompt", "def f(x):", "--max-new-tokens", 12, "--json")
-    record = json.loads(run(capsys, "generate", shipped / "eagle3", *ask, "--drafter", f"auto:{costs}")[1])
+    record = json.loads(run(capsys, "generate", shipped / "eagle3", *ask, "--draft", f"auto:{costs}")[1])
     default = json.loads(run(capsys, "generate", shipped / "eagle3", *ask)[1])
     head = json.loads(run(capsys, "generate", shipped / "eagle3", *ask, "--tree", "chain:2")[1])
     assert record["drafter"].startswith("auto:") and default["drafter"] == "auto" and head["drafter"] == "eagle3 head"
     assert record["token_ids"] == default["token_ids"] == head["token_ids"]
-    code, _, err = run(capsys, "generate", shipped / "medusa", *ask, "--drafter", f"auto:{costs}")
+    code, _, err = run(capsys, "generate", shipped / "medusa", *ask, "--draft", f"auto:{costs}")
     assert code == 2 and "costs.json holds costs for head" in err and err.count("\n") == 1
-    code, _, err = run(capsys, "generate", shipped / "medusa", *ask, "--drafter", "auto:absent.json")
+    code, _, err = run(capsys, "generate", shipped / "medusa", *ask, "--draft", "auto:absent.json")
     assert code == 2 and "absent.json" in err
 
 

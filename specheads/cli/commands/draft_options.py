@@ -11,7 +11,7 @@ from specheads.models.named import Models, describe_drafter
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The options of a command that choose the drafter. draft=False: none, and then no other option may be given.
+    """The options of a command that choose the drafter. name "none": nothing drafts, and no other option may be given.
 
     ValueError, in one line, for options that contradict each other."""
 
@@ -19,26 +19,22 @@ class DraftOptions:
     name: str | None = None
     k_matrix: str | None = None
     leniency: float = 1.0
-    draft: bool = True
 
     def __post_init__(self) -> None:
-        if not self.draft and (self.assistant or self.name):
-            option = "--assistant" if self.assistant else "--drafter"
-            raise ValueError(f"{option} says what drafts and --no-draft that nothing does; give one of them")
         if self.assistant and self.name not in (None, "model"):
-            raise ValueError(f"--assistant and --drafter {self.name} both say what drafts; give one of them")
+            raise ValueError(f"--assistant and --draft {self.name} both say what drafts; give one of them")
         cascade = (self.name or "").startswith("cascade:")
         if cascade and self.k_matrix is None:
-            raise ValueError(f"--drafter {self.name} takes --k-matrix, [[5,8],[0,8]] say: a row for each reviewer")
+            raise ValueError(f"--draft {self.name} takes --k-matrix, [[5,8],[0,8]] say: a row for each reviewer")
         if not cascade and (self.k_matrix is not None or self.leniency != 1):
             raise ValueError(
-                "--k-matrix and --leniency are options of a cascade; give --drafter cascade:DRAFTER+DRAFTER…"
+                "--k-matrix and --leniency are options of a cascade; give --draft cascade:DRAFTER+DRAFTER…"
             )
 
     def drafter(self, models: Models, *, auto: bool = False) -> tuple[str | None, Drafter | None]:
         """The drafter's name in a table, and the drafter; both None if nothing drafts. auto: unless an option asks for
         the head, use whichever draft is fastest."""
-        if not self.draft:
+        if self.name == "none":
             return None, None
         name = self.name or ("auto" if auto and models.best == "head" else models.best)
         if not name.startswith("cascade:"):

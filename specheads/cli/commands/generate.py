@@ -39,9 +39,9 @@ class GenerateOptions:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ValueError("--top-p and --top-k shape sampling; give --temperature above 0 with them")
         if not self.draft and self.tree is not None:
-            raise ValueError("--tree says what to draft, and --no-draft not to draft; give one of them")
+            raise ValueError("--tree says what to draft, and --draft none not to draft; give one of them")
         if not self.draft and self.accept is not None:
-            raise ValueError("--accept says which drafts are accepted, and --no-draft not to draft; give one of them")
+            raise ValueError("--accept says which drafts are accepted, and --draft none not to draft; give one of them")
         if self.accept is not None:
             rule_named(self.accept)  # refuses a bad name before a model is loaded
 

@@ -31,11 +31,11 @@ def gives_draft_probs(text: str) -> bool:
 
 def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
     """What `draft` stands for: True or "head" for `head`, "auto" for `AutoDrafter`, a text of DRAFTERS, a drafter
-    itself; None for False or None.
+    itself; None for False, None or "none".
 
     ValueError for "head" where there is none and for an unknown name; TypeError for what cannot draft.
     """
-    if draft is None or draft is False:
+    if draft is None or draft is False or draft == "none":
         return None
     if draft is True or draft == "head":
         if head is None:
@@ -49,7 +49,7 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
         return AutoDrafter(head, CostTable.load(Path(costs)) if costs else None)
     if isinstance(draft, str):
         try:
-            refuse_unknown([draft.partition(":")[0]], ["auto", "head", *DRAFTERS], "drafter")
+            refuse_unknown([draft.partition(":")[0]], ["auto", "head", "none", *DRAFTERS], "drafter")
         except ValueError as error:
             raise ValueError(
                 f"draft={draft!r}: {error}; for a head checkpoint give load_head(base, PATH).head, for a smaller "

@@ -76,7 +76,7 @@ def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfi
     if isinstance(config, SpecConfig):  # transformers' Auto classes accept it, too
         raise ValueError(
             f"{name} is a draft head, not a language model; give the model that it drafts for here, and a head as "
-            "MODEL, --drafter or init_from"
+            "MODEL, --draft or init_from"
         )
     return config
 

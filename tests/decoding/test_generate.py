@@ -212,7 +212,7 @@ def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
     ("options", "error", "message"),
     [
         ({"draft": "heed"}, ValueError, "draft='heed': unknown drafter 'heed'; did you mean 'head'"),
-        ({"draft": "out/eagle3"}, ValueError, "known: auto, head, lookup, ngram, maxgram; for a head checkpoint"),
+        ({"draft": "out/eagle3"}, ValueError, "known: auto, head, none, lookup, ngram, maxgram; for a head checkpoint"),
         ({"draft": 3}, TypeError, "draft=int cannot propose trees"),
         ({"draft": PromptLookup}, TypeError, r"draft=PromptLookup is the class of a drafter; .*draft=PromptLookup\(\)"),
         ({"tree": "chains:4"}, ValueError, "'chains:4': unknown tree 'chains'; did you mean 'chain'?"),

@@ -36,14 +36,13 @@ from specheads.decoding.verify.hf_base import (
     vocabulary_size,
 )
 from specheads.decoding.verify.model_inputs import PER_TOKEN, ModelInputs, Prefix
+from specheads.decoding.verify.prompt_groups import similar_lengths
 from specheads.decoding.verify.recurrent import RecurrentModule
 from specheads.decoding.verify.recurrent_modules import recurrent_modules
 from specheads.decoding.verify.rope_switch import rope_switch
 from specheads.decoding.verify.taps import last_output_kept, run_tapped
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
-SHORT_PROMPT = 64  # tokens: a pass over fewer takes about as long as one over so many
-LEAST_FULL = 0.75
 logger = hf_logging.get_logger(__name__)
 
 
@@ -357,17 +356,3 @@ class Target(Verifier):
                 **{self.cache_argument: self.cache}, **kwargs,
             )  # fmt: skip
         return out.logits, features
-
-
-def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of a batch by the lengths of their prompts: in a group the shortest has at least LEAST_FULL of the
-    longest's. One group if several would save less than a fifth of the positions."""
-    padded = [max(length, SHORT_PROMPT) for length in lengths]
-    groups: list[list[int]] = []
-    for row in sorted(range(len(padded)), key=lambda row: -padded[row]):
-        if groups and padded[row] >= LEAST_FULL * padded[groups[-1][0]]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    read = sum(len(group) * padded[group[0]] for group in groups)
-    return groups if read < 0.8 * len(padded) * max(padded) else [list(range(len(padded)))]

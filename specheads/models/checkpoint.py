@@ -1,4 +1,8 @@
-"""Save and load a head: one safetensors file and config.json. A crash while saving leaves the old files or none."""
+"""Save and load a head: one safetensors file and config.json. A crash while saving leaves the old files or none.
+
+Loading has four steps, for our format and foreign ones alike: read the files, find the base and check that they fit it,
+build the head, and place it beside the base.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.verify.hf_base import text_config, unwrapped
+from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.hf_base import refuse_unsupported, text_config, unwrapped
 from specheads.files import replacing
-from specheads.heads import DraftHead, HeadConfig
-from specheads.hub import commit_of, hub_options
-from specheads.models.base.fingerprint import fingerprint_base, weights_differ
-from specheads.models.base.loading import as_dtype, load_language_model
+from specheads.heads import HEADS, DraftHead, HeadConfig
+from specheads.hub import hub_options
+from specheads.models.base.fingerprint import fingerprint_base, record_base, weights_differ
+from specheads.models.base.loading import as_dtype, load_language_model, quantization_options
 from specheads.models.base.lora import JointConfig, adapted_modules, attach, detach, is_adapter
-from specheads.models.base.quantized import quantization_of, quantization_options
-from specheads.models.build import build_head
 from specheads.models.config import SpecConfig
 from specheads.models.files import (
     CONFIG,
     WEIGHTS,
     CheckpointError,
-    absolute,
+    changes_dtype,
     is_local,
     make_portable,
     read_table,
@@ -37,9 +40,16 @@ from specheads.models.files import (
     refuse_nonfinite,
     widest_dtype,
 )
+from specheads.models.formats.files import Files
 from specheads.models.formats.importing import find_foreign
-from specheads.models.formats.mtp.layer_tensors import WIDE
-from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, read, state_dict_mismatches
+from specheads.models.saved_head import (
+    SavedHead,
+    read,
+    read_files,
+    select_adapters,
+    select_head,
+    state_dict_mismatches,
+)
 from specheads.options import listing, reason, shortened, shown
 
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -55,9 +65,11 @@ class LoadedParts(NamedTuple):
 
 
 def save(
-    directory: Any, config: SpecConfig, head: HeadConfig, state_dict: dict[str, Tensor], names: Collection[str]
-) -> None:
+    directory: Any, config: SpecConfig, head: HeadConfig, state_dict: dict[str, Tensor], names: Collection[str],
+    *, names_local_base: bool = True,
+) -> None:  # fmt: skip
     """Write the head and its adapters from the state dict of a SpecModel. names: the tensors to be saved.
+    names_local_base: does config.json name a base that is in a local folder?
 
     The weights file holds the config too and is replaced in one step, so a crash leaves a consistent checkpoint.
     """
@@ -66,7 +78,7 @@ def save(
         raise CheckpointError(f"{folder} is a file; give a directory to save into")
     refuse_below_file(folder)
     sharded = any(hasattr(t, "full_tensor") for name, t in state_dict.items() if name.startswith("head."))
-    tensors = {} if sharded else head_tensors(state_dict)
+    tensors = {} if sharded else select_head(state_dict)
     if sharded or (differing := state_dict_mismatches(tensors, head)):
         raise CheckpointError(
             "the state dict to save does not hold the whole head: "
@@ -75,14 +87,17 @@ def save(
             "stage3_gather_16bit_weights_on_model_save: true"
         )
     if config.joint is not None:
-        tensors |= adapter_tensors(state_dict)
+        tensors |= select_adapters(state_dict)
         if missing := sorted(set(names) - set(tensors)):
             raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
     _refuse_other_models(folder)
     folder.resolve().mkdir(parents=True, exist_ok=True)  # a link may point to a folder that does not exist yet
     written = config.to_diff_dict()
     written["head"] = head.to_dict()  # as it is in memory now
-    written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)
+    named = config.base_model_name_or_path
+    written["base_model_name_or_path"] = make_portable(
+        named if named and (names_local_base or not is_local(named)) else None, folder
+    )
     _write(folder, written, tensors)
 
 
@@ -151,82 +166,82 @@ def load(
     wanted_dtype, follows_base = as_dtype(dtype), dtype is None
     if config is not None and config._attn_implementation:
         kwargs.setdefault("attn_implementation", config._attn_implementation)
-
     options = {"dtype": wanted_dtype or "auto", **kwargs}
-    if (foreign := find_foreign(source, hub, allow_pickle)) is not None:
-        location = foreign.base_location if base is None else {}
-        recorded = SpecConfig(base_model_name_or_path=foreign.base_name, base_revision=location.pop("revision", None))
-        base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options | location))
-        recorded, head = foreign.read_head(base, allow_nonfinite)
-        return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
-    saved = read(source, **hub)
-    in_memory = not (base is None or isinstance(base, str | os.PathLike))
-    if allow_nonfinite:  # only in the head: with such adapters the base could not decode
-        refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
-    else:
-        refuse_nonfinite(source, saved.tensors)
-    recorded, as_recorded = saved.config, base is None
-    base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
-    check_base(recorded, fingerprint_base(base), source)
-    check_options(saved, base, source)
 
-    _record_base(recorded, base, saved.folder, as_recorded)
-    recorded.name_or_path = str(source)
-    if recorded.joint is not None:
-        _attach_saved(saved, base, wanted_dtype, source)
-        if in_memory:
-            logger.warning(
-                "%s was trained together with adapters of its base: they are part of the %s given in memory from now "
-                "on, whose own text changes", source, type(base).__name__,
-            )  # fmt: skip
-    head = _filled_head(saved, base)
+    files, in_memory = Files(source, hub, allow_pickle), isinstance(base, torch.nn.Module)
+    if (foreign := find_foreign(files)) is not None:
+        location = foreign.base_location if base is None else {}
+        named = SpecConfig(base_model_name_or_path=foreign.base_name, base_revision=location.pop("revision", None))
+        base = _find_base(files, base, named, options | location)
+        refuse_unsupported(base)
+        head_config, tensors = foreign.read(base, allow_nonfinite)
+        recorded = record_base(SpecConfig.of(head_config), base)
+        head = build_head(head_config, base, tensors)
+        head.refuse_unfit(base)
+    else:
+        saved = read_files(files)
+        # Only in the head are NaN and Inf ever accepted: with such adapters the base could not decode.
+        suspect = select_adapters(saved.tensors) if allow_nonfinite else saved.tensors
+        refuse_nonfinite(source, suspect, allowable=not allow_nonfinite)
+        recorded = saved.config
+        recorded.base_model_name_or_path = _resolved(recorded, saved.folder)
+        if base is not None:
+            recorded.base_revision = None  # it belongs to the recorded one
+        base = _find_base(files, base, recorded, options)
+        fingerprint = fingerprint_base(base)
+        check_base(recorded, fingerprint, source)
+        check_options(saved, base, source)
+        record_base(recorded, base, fingerprint)
+        recorded.name_or_path = str(source)
+        if recorded.joint is not None:
+            _attach_saved(saved, base, wanted_dtype, source)
+            if in_memory:
+                logger.warning(
+                    "%s was trained together with adapters of its base: they are part of the %s given in memory from "
+                    "now on, whose own text changes", source, type(base).__name__,
+                )  # fmt: skip
+        head = build_head(saved.head, base, select_head(saved.tensors))
     return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
 
 
-def _record_base(config: SpecConfig, base: PreTrainedModel, folder: Path, as_recorded: bool) -> None:
-    """Record in the config which base is loaded, for later saves. as_recorded: it is the one named by the config, which
-    was read from `folder`."""
-    named = getattr(base, "name_or_path", None) or _resolved(config, folder)
-    config.base_model_name_or_path = named and absolute(named)
-    config.base_revision = commit_of(base) or (config.base_revision if as_recorded else None)
-    config.base_fingerprint = fingerprint_base(base)
-    config.base_class = type(base).__name__
-    config.base_quantization = quantization_of(base)
+def build_head(config: HeadConfig, base: PreTrainedModel, tensors: dict[str, Tensor] | None = None) -> DraftHead:
+    """A head with these (complete) options, on the base's input device.
+
+    tensors: all of its tensors, by its own names or a SpecModel's; they are copied."""
+    device = input_device(base)
+    with torch.device(device):
+        head = HEADS[config.kind](config)
+    if tensors is not None:
+        # Copied, since tensors of a safetensors file are views of the file, which may be overwritten later. Converted
+        # to one dtype, which layers need: the widest, which holds every value exactly.
+        dtype = widest_dtype(t for name, t in tensors.items() if changes_dtype(name, t))
+        copies = {
+            name.removeprefix("head."): t.to(device, dtype if changes_dtype(name, t) else None, copy=True)
+            for name, t in tensors.items()
+        }
+        head.load_state_dict(copies, strict=True, assign=True)
+    return head
 
 
 def _attach_saved(saved: SavedHead, base: PreTrainedModel, dtype: torch.dtype | None, source: Any) -> None:
-    """Put the saved adapters on the base. CheckpointError, leaving the base as it was, if they do not fit it."""
-    assert saved.config.joint is not None
+    """Put the saved adapters on the base, in `dtype` or the one they were saved in (the widest if several).
+    CheckpointError, leaving the base as it was, if they do not fit it."""
+    tensors = select_adapters(saved.tensors)
     # From the tensors' names, not from target_modules, which may be a regular expression from an untrusted file.
-    modules = adapted_modules(saved.tensors)
-    if not modules:
+    if not (modules := adapted_modules(tensors)):
         raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
+    assert saved.config.joint is not None
     try:
         attach(base, replace(JointConfig.of(saved.config.joint), target_modules=modules))
     except ValueError as error:
         raise CheckpointError(f"{source}: {reason(error)}") from error
-    try:
-        restore_adapters(base, adapter_tensors(saved.tensors), dtype, source)
-    except CheckpointError:
+    adapters = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
+    wrong = sorted(set(adapters) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != adapters[n].shape]
+    if wrong:
         detach(base)
-        raise
-
-
-def _filled_head(saved: SavedHead, base: PreTrainedModel) -> DraftHead:
-    """A head with the saved weights, on the base's device."""
-    head = build_head(saved.head, base)
-    device = next(head.parameters()).device
-    # Copied, since tensors of a safetensors file are views of the file, which may be overwritten later.
-    # Converted to one dtype, which layers need: the widest, which holds every value exactly.
-    of_head = head_tensors(saved.tensors)
-    apart = {name for name, t in of_head.items() if not t.is_floating_point() or name.endswith(WIDE)}
-    dtype = widest_dtype(t for name, t in of_head.items() if name not in apart)
-    copies = {
-        name.removeprefix("head."): t.to(device, None if name in apart else dtype, copy=True)
-        for name, t in of_head.items()
-    }
-    head.load_state_dict(copies, strict=True, assign=True)
-    return head
+        raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
+    for name, tensor in tensors.items():
+        adapters[name].data = tensor.to(adapters[name].device, dtype or widest_dtype(tensors.values()), copy=True)
 
 
 def in_dtype(head: DraftHead, dtype: torch.dtype | None) -> DraftHead:
@@ -243,18 +258,6 @@ def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
     if filled != saved.head:
         left_out = [name for name, value in asdict(saved.head).items() if value != getattr(filled, name)]
         raise CheckpointError(f"{source}: its config leaves sizes of the head out: {', '.join(left_out)}")
-
-
-def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
-    """Copy saved adapters into the base's. CheckpointError if they do not fit.
-
-    dtype: None for the one they were saved in (the widest if several)."""
-    own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
-    wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
-    if wrong:
-        raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
-    for name, tensor in tensors.items():
-        own[name].data = tensor.to(own[name].device, dtype or widest_dtype(tensors.values()), copy=True)
 
 
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
@@ -281,41 +284,33 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
         )  # fmt: skip
 
 
-def _base_beside(
-    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], options: dict[str, Any]
-) -> PreTrainedModel:
-    """The base for a head: given in memory, or loaded by the name in `base` or in the config.
+def _find_base(files: Files, base: Any, config: SpecConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The base for the head in `files`: given in memory, or loaded by the name in `base` or in the config.
 
     ValueError for loading options, other than dtype, with a base in memory."""
-    if base is None or isinstance(base, str | os.PathLike):
-        return _load_base(source, base, config, folder, hub, **options)
-    if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):
-        raise ValueError(f"{ignored} would have no effect on a base that is already in memory; leave them out")
-    return base
-
-
-def _load_base(
-    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], **kwargs: Any
-) -> PreTrainedModel:
-    name = _resolved(config, folder) if base is None else os.fspath(base)
-    if not name:
-        raise CheckpointError(f"{source} does not name the base it was trained for; give it with {{base}}", base=...)
-    if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
+    if base is not None and not isinstance(base, str | os.PathLike):
+        if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):
+            raise ValueError(f"{ignored} would have no effect on a base that is already in memory; leave them out")
+        return unwrapped(base)
+    recorded = config.base_model_name_or_path or ""
+    if not (name := recorded if base is None else os.fspath(base)):
+        raise CheckpointError(f"{files} does not name the base it was trained for; give it with {{base}}", base=...)
+    if base is None and Path(name).is_absolute() and not Path(name).is_dir():
         raise CheckpointError(
-            f"the base model of {source} is not at {shortened(name)}; give its path with {{base}}", base=...
+            f"the base model of {files} is not at {shortened(name)}; give its path with {{base}}", base=...
         )
-    shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
+    shared = {k: files.hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in files.hub}
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
-        options = hub_options(name, **shared) | shared
-        if base is None and "quantization_config" not in kwargs:
-            kwargs |= quantization_options(config.base_quantization, name, **revision, **options)
-        return load_language_model(name, class_name=config.base_class, **revision, **options, **kwargs)
+        location = hub_options(name, **shared) | shared
+        if base is None and "quantization_config" not in options:
+            options = options | quantization_options(config.base_quantization, name, **revision, **location)
+        return unwrapped(load_language_model(name, class_name=config.base_class, **revision, **location, **options))
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and base is not None:
             raise  # it is about the arguments, not about a file
         raise CheckpointError(
-            f"the base model {shown(name)} of {source} cannot be loaded; give another with {{base}} ({reason(error)})",
+            f"the base model {shown(name)} of {files} cannot be loaded; give another with {{base}} ({reason(error)})",
             base=...,
         ) from error
 

@@ -64,15 +64,9 @@ class SpecConfig(PreTrainedConfig):
         return {name: value for name, value in super().to_dict().items() if name != "_base"}
 
     @classmethod
-    def of(
-        cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any],
-        quantization: dict[str, Any] | None = None,
-    ) -> SpecConfig:  # fmt: skip
-        """The config of a head with these (complete) options, for the base of that name, revision and fingerprint."""
-        return cls(
-            head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
-            base_quantization=quantization, architectures=["SpecModel"],
-        )  # fmt: skip
+    def of(cls, head: HeadConfig, **base: Any) -> SpecConfig:
+        """The config of a head with these (complete) options. base: what is known of its base, as in the class."""
+        return cls(head=head.to_dict(), architectures=["SpecModel"], **base)
 
     def head_config(self) -> HeadConfig:
         options = dict(self.head)

@@ -1,4 +1,7 @@
-"""convert(): attach a draft head to a frozen base model."""
+"""convert(): attach a draft head to a frozen base model.
+
+If that base is trained instead of the model that convert() returned, backward() raises a clear error.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import (
@@ -18,10 +22,11 @@ from specheads.decoding.verify.hf_base import (
 )
 from specheads.heads import HeadConfig, head_config
 from specheads.hub import hub_options
-from specheads.models.base.frozen_base import mark_frozen
+from specheads.models.base.fingerprint import record_base
 from specheads.models.base.loading import as_dtype, load_language_model
 from specheads.models.base.lora import JointConfig, attach
-from specheads.models.build import build_head, build_spec_config
+from specheads.models.checkpoint import build_head
+from specheads.models.config import SpecConfig
 from specheads.models.spec_model import SpecModel
 
 if TYPE_CHECKING:
@@ -69,7 +74,7 @@ def convert(
     if init:
         module.initialise(base)
     module.to(as_dtype(dtype) or torch.float32)
-    described = build_spec_config(config, base)
+    described = record_base(SpecConfig.of(config), base)
     if lora is not None:
         joint = JointConfig.of(lora)
         attach(base, joint)
@@ -94,3 +99,44 @@ def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel
     dtype: the head's; None: the base's; "auto": the one it was saved in. Others as in `SpecModel.from_pretrained`.
     """
     return SpecModel.from_pretrained(directory, base=base, **kwargs)
+
+
+def explain_frozen(base: object) -> str:
+    return (
+        f"this {type(base).__name__} was frozen by specheads.convert(), whose result was not kept; write "
+        "model = convert(...), and train that model"
+    )
+
+
+def mark_frozen(base: nn.Module) -> None:
+    """Make backward() of the base's own loss raise a clear ValueError while all of the base is frozen.
+
+    Only backward() raises: forward() and the value of the loss are unchanged.
+    """
+    if not is_frozen_base(base):
+        base.register_forward_hook(_explain_backward)
+
+
+def is_frozen_base(base: object) -> bool:
+    """Was this model frozen by convert()?"""
+    return isinstance(base, nn.Module) and _explain_backward in base._forward_hooks.values()
+
+
+def _explain_backward(base: nn.Module, _args: Any, output: Any) -> Any:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
+        output.loss = _Explained.apply(loss, torch.zeros((), requires_grad=True), explain_frozen(base))
+    return output
+
+
+class _Explained(torch.autograd.Function):
+    """The identity, whose backward raises a ValueError."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, _differentiable: Tensor, text: str) -> Tensor:
+        ctx.text = text
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ValueError(ctx.text)

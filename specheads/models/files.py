@@ -28,6 +28,7 @@ DTYPES = {
     "I32": torch.int32, "BOOL": torch.bool,
 }  # fmt: skip
 
+WIDE = ("e_score_correction_bias",)  # suffixes of tensor names that keep their own dtype
 _QUANTISED = re.compile(r"F[468]_|F[46]$|float[48]_|\bI8|\bU8|u?int8")  # dtypes that store weights in 8 bits or fewer
 
 
@@ -115,6 +116,11 @@ def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t.is_floating_point()})
 
 
+def changes_dtype(name: str, tensor: Tensor) -> bool:
+    """Does this tensor of a head take the dtype of the head's layers?"""
+    return tensor.is_floating_point() and not name.endswith(WIDE)
+
+
 def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = True) -> None:
     """CheckpointError that names the tensors with NaN or Inf. Reads each tensor once, without temporaries of its size.
 
@@ -142,6 +148,17 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
     except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
         return None
     return table if isinstance(table, dict) else None
+
+
+def parse_table(text: str | bytes, where: Any) -> dict[str, Any]:
+    """The JSON object in a text; {} if it is another value. CheckpointError if it is no JSON, or too long."""
+    if len(text) > MOST_JSON:
+        raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; a head's has thousands")
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:  # nested deeper than any config
+        raise CheckpointError(f"{where} is not JSON ({reason(error)}); copy or save the checkpoint again") from error
+    return table if isinstance(table, dict) else {}
 
 
 def absolute(name: str) -> str:

@@ -17,8 +17,13 @@ from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import hub_options
-from specheads.models.base.loading import load_language_model, load_tokenizer, placement, refuse_without_config
-from specheads.models.base.quantized import quantization
+from specheads.models.base.loading import (
+    load_language_model,
+    load_tokenizer,
+    placement,
+    quantization,
+    refuse_without_config,
+)
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
 from specheads.models.costs import auto_drafter

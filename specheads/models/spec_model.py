@@ -29,9 +29,7 @@ from specheads.models import card, checkpoint
 from specheads.models.base.lora import JointConfig, adapters, base_loss, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.costs import auto_drafter
-from specheads.models.files import is_local
 from specheads.models.formats.export.exporting import export
-from specheads.models.saved_head import head_of
 
 
 @dataclass
@@ -68,7 +66,8 @@ class SpecModel(PreTrainedModel):
             for adapter in adapters(base):
                 adapter.requires_grad_(True)
         # So that a plain Trainer that restores a head-only file does not report the base's tensors as missing.
-        self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict() if not self._is_trained(name)]
+        untrained = [name for name in base.state_dict() if self.joint is None or not is_adapter(name)]
+        self._keys_to_ignore_on_save = [f"base.{name}" for name in untrained]
         # What launchers read from a model: tied weights, layers that must not be split, devices.
         tied = getattr(base, "all_tied_weights_keys", None) or {}
         self.all_tied_weights_keys = {f"base.{name}": f"base.{source}" for name, source in tied.items()}
@@ -108,12 +107,10 @@ class SpecModel(PreTrainedModel):
 
     def head_state_dict(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, under this model's names: the head's, `head.…`, and the adapters'."""
-        trained = {f"base.{name}": t for name, t in self.base.state_dict().items() if self._is_trained(name)}
-        return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()} | trained
-
-    def _is_trained(self, name: str) -> bool:
-        """Is this tensor of the base an adapter that trains with the head?"""
-        return self.joint is not None and is_adapter(name)
+        tensors = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+        if self.joint is not None:
+            tensors |= {f"base.{name}": t for name, t in self.base.state_dict().items() if is_adapter(name)}
+        return tensors
 
     def train(self, mode: bool = True) -> SpecModel:
         super().train(mode)
@@ -331,9 +328,10 @@ class SpecModel(PreTrainedModel):
                 repo_id = kwargs.pop("repo_id", Path(save_directory).name)
                 self.push_to_hub(repo_id, state_dict=state_dict, **{"run": save_directory, **kwargs})
 
-    def _write(self, directory: Any, state_dict: dict[str, Tensor] | None = None) -> None:
-        own = self.head_state_dict()
-        checkpoint.save(directory, self.config, self.head.config, own if state_dict is None else state_dict, own)
+    def _write(self, directory: Any, state_dict: dict[str, Tensor] | None, **options: Any) -> None:
+        tensors = self.head_state_dict()
+        state_dict = tensors if state_dict is None else state_dict
+        checkpoint.save(directory, self.config, self.head.config, state_dict, tensors, **options)
 
     def push_to_hub(  # type: ignore[override]
         self, repo_id: str, *, run: Any = None, license: str | None = None,
@@ -346,17 +344,13 @@ class SpecModel(PreTrainedModel):
         create_pr. A card that is already on the hub is not replaced. A base in a local folder is not named, so whoever
         loads the head must pass base=.
         """
-        with tempfile.TemporaryDirectory() as temporary:
-            folder, named = Path(temporary), self.config.base_model_name_or_path
-            try:
-                if named and is_local(named):
-                    self.config.base_model_name_or_path = None
-                self._write(folder, state_dict)
-            finally:
-                self.config.base_model_name_or_path = named
-            head = self.head if state_dict is None else head_of(state_dict, self.head.config)
-            card.write(folder, self.config, self.base, head, run, repo_id=repo_id, license=license)
-            return upload(folder, repo_id, **options)
+        head = self.head
+        if state_dict is not None:
+            head = checkpoint.build_head(head.config, self.base, checkpoint.select_head(state_dict))
+        with tempfile.TemporaryDirectory() as folder:
+            self._write(folder, state_dict, names_local_base=False)
+            card.write(Path(folder), self.config, self.base, head, run, repo_id=repo_id, license=license)
+            return upload(Path(folder), repo_id, **options)
 
     def export(
         self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,

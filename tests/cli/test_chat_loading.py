@@ -65,7 +65,7 @@ def test_what_is_not_remembered_is_not_in_the_conversation(shipped):
 
 @pytest.mark.parametrize("kind", ["base", "eagle3"])
 def test_a_missing_library_is_one_line(kind, shipped, piped, monkeypatch):
-    monkeypatch.setattr("specheads.models.base.quantized.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("specheads.models.base.loading.is_bitsandbytes_available", lambda: False)
     code, out, err = piped("x\n", shipped / kind, "--quantize", "4bit")
     assert (code, out) == (2, "")
     assert err.startswith("specheads: --quantize 4bit ") and err.count("\n") == 1

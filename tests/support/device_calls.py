@@ -16,7 +16,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 import specheads
 from specheads import DraftModel
 from specheads.decoding.drafters.auto import AutoDrafter
-from specheads.models.build import build_head
+from specheads.models.checkpoint import build_head
 from tests.reference.slow_heads import shallow_spec_model
 from tests.support import random_calls
 from tests.support.child_end import report_done

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from specheads.decoding.verify.hf_base import decoder_of, logits_of, text_config
 from specheads.heads import head_config
 from specheads.losses.teacher import tap_base
-from specheads.models.build import build_head
+from specheads.models.checkpoint import build_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.features import frozen_weights
 from specheads.training.features.dataset import FeatureDataset

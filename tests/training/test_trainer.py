@@ -10,7 +10,8 @@ from specheads import convert
 from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
 from specheads.losses.targets import ENDED
-from specheads.models.build import build_spec_config
+from specheads.models.base.fingerprint import record_base
+from specheads.models.config import SpecConfig
 from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
 from specheads.training.resume import ResumeError, refuse_other_model
@@ -143,7 +144,7 @@ def test_a_run_resumes_with_another_tree_and_where_asked_to_with_other_data(stop
 
 def test_a_checkpoint_is_not_of_another_base_in_float16(stopped):
     model = model_of()
-    refuse_other_model(build_spec_config(model.head.config, model.base.half()), stopped)
+    refuse_other_model(record_base(SpecConfig.of(model.head.config), model.base.half()), stopped)
 
 
 def test_a_checkpoint_of_another_order_of_the_rows_is_refused_unless_they_begin_anew(stopped, tmp_path):

@@ -23,8 +23,8 @@ from specheads.bench.tune import TuneConfig, merge, tune
 from specheads.decoding.generation.recorded import Record, record
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.heads import DraftHead
-from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.build import build_spec_config
+from specheads.models.base.fingerprint import fingerprint_base, record_base
+from specheads.models.config import SpecConfig
 from specheads.models.costs import cost_path
 from specheads.models.named import Models, describe_drafter
 from specheads.models.spec_model import SpecModel
@@ -47,7 +47,7 @@ def measure(models: Models, config: TuneConfig, *, output: Path | None, known: R
         costs, length = found.batches[config.batch], mean_length(known)
         candidates = search_copies(known, costs, length)
         if head is not None:
-            model = SpecModel(build_spec_config(head.config, models.target), models.target, head)
+            model = SpecModel(record_base(SpecConfig.of(head.config), models.target), models.target, head)
             texts = recorded_ranks(model, known)
             found = replace(found, acceptance=acceptance_of(torch.cat(texts)))
             candidates += search_head(name, texts, costs, length)

@@ -1,4 +1,8 @@
-"""Loading a language model and its tokenizer by name: which Auto class, in which dtype, on which device."""
+"""Loading a language model and its tokenizer by name: which Auto class, in which dtype, on which device.
+
+A frozen base can be quantised to 4 or 8 bits with bitsandbytes, as in QLoRA (arXiv:2305.14314), and checkpoints of its
+heads record how; heads and adapters stay in floating point.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,18 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.utils import is_bitsandbytes_available
 from transformers.utils import logging as hf_logging
 
 from specheads.hub import record_commit
 from specheads.models.config import SpecConfig
-from specheads.options import reason
+from specheads.options import reason, shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Options of from_pretrained() that locate a model.
@@ -135,3 +142,32 @@ def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device
         raise ValueError(f"--device {device!r} is not usable here: {error}") from error
     hf_logging.disable_progress_bar()
     return DTYPES.get(dtype, torch.float32 if chosen.type == "cpu" else None), chosen
+
+
+def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The quantisation config. bits 4: NF4, computed in `dtype`; 8: LLM.int8. ImportError without bitsandbytes."""
+    if not is_bitsandbytes_available():
+        raise ImportError(f"load_in_{bits}bit needs bitsandbytes: pip install bitsandbytes")
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+    )
+
+
+def quantization_of(base: Any) -> dict[str, Any] | None:
+    """How a base is quantised, from its config; None if it is not."""
+    found = getattr(base.config, "quantization_config", None)
+    return found if found is None or isinstance(found, dict) else found.to_dict()
+
+
+def quantization_options(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
+    """Options that load the base `name` quantised as recorded; {} if its own files are already quantised.
+
+    options: of AutoConfig. ValueError if `recorded` is no quantisation config."""
+    if recorded is None or getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None):
+        return {}
+    try:
+        return {"quantization_config": AutoQuantizationConfig.from_dict(recorded)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"base_quantization={shown(recorded)} is not a quantisation ({reason(error)})") from error

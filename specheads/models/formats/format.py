@@ -48,7 +48,7 @@ class Format(ABC):
     engine: the program's name for `--to`. kind: the kind of head. title: the format's name in messages. versions: the
     program versions it was written for. serving: Markdown template with the commands (serving.py). embeds: whether an
     export includes the base's embeddings; None if the format cannot hold them. Embeddings in a file that is read are
-    compared with the base's. wide: suffixes of tensor names that keep their own dtype. within_base: the head is part of
+    compared with the base's.  within_base: the head is part of
     its base's own checkpoint. config_keys: config keys that no complete model has. They identify a pickle as a head,
     since its tensors are not inspected. classes: a pattern of the classes (`architectures`) that are read. ignored:
     config keys that change nothing in this format, beside those of all formats (keys/without_effect.py).
@@ -60,7 +60,6 @@ class Format(ABC):
     versions: str
     serving: str
     embeds: bool | None = False
-    wide: tuple[str, ...] = ()
     within_base: ClassVar[bool] = False
     config_keys: ClassVar[tuple[str, ...]] = ()
     classes: ClassVar[str] = r".*"
@@ -127,14 +126,10 @@ def read(
     translated, consumed = form.translate(files, head, base)
     names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in translated}
     _check(form, files, own, names, consumed)
-    tensors = {ours: t.clone() for ours, t in translated.items()}
-    tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
+    tensors = translated | {ours: files.tensor(theirs) for ours, theirs in names.items()}
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
-    # Layers need one dtype throughout: the widest, which holds every value exactly.
-    apart = {name for name in own if not own[name].is_floating_point() or name.endswith(form.wide)}
-    dtype = widest_dtype(tensor for name, tensor in tensors.items() if name not in apart)
-    return head, {name: tensors[name] if name in apart else tensors[name].to(dtype) for name in own}
+    return head, {name: tensors[name] for name in own}
 
 
 def head_config(form: Format, files: Files, base: PreTrainedModel) -> HeadConfig:

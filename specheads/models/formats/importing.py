@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import extract_commit_hash
 
-from specheads.decoding.verify.hf_base import refuse_unsupported
-from specheads.heads import DraftHead, HeadConfig
-from specheads.models.build import build_head, build_spec_config
+from specheads.heads import HeadConfig
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import FORMATS
@@ -69,19 +68,13 @@ class ForeignCheckpoint:
         """The config of the head for this base. No weight of the base is read, so it may be on the meta device."""
         return head_config(self.form, self.part, base)
 
-    def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
-        """The config and the head for this base. CheckpointError if the files are wrong or no head here fits them."""
-        refuse_unsupported(base)
+    def read(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[HeadConfig, dict[str, Tensor]]:
+        """The head's config for this base, and its tensors by our names. CheckpointError if the files are wrong or no
+        head here fits them."""
         config, tensors = read(self.form, self.part, base, allow_nonfinite)
-        logger.warning(
-            "%s holds %s: read as a head of kind %s, in %s",
-            self.files, self.form.title, config.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),
-        )  # fmt: skip
-        head = build_head(config, base)
-        head.refuse_unfit(base)
-        device = next(head.parameters()).device
-        head.load_state_dict({name: t.to(device) for name, t in tensors.items()}, strict=True, assign=True)
-        return build_spec_config(config, base), head
+        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+        logger.warning("%s holds %s: read as a head of kind %s, in %s", self.files, self.form.title, config.kind, dtype)
+        return config, tensors
 
 
 def find_foreign(
@@ -89,15 +82,16 @@ def find_foreign(
 ) -> ForeignCheckpoint | None:
     """The foreign checkpoint at `source`; None if it is one of ours, a base model, or nothing at all.
 
-    CheckpointError for damaged files. A pickle is recognised; without allow_pickle, reading its tensors is refused.
+    source: also its Files. CheckpointError for damaged files. A pickle is recognised; without allow_pickle, reading its
+    tensors is refused.
     """
-    files = Files(source, hub, allow_pickle)
+    files = source if isinstance(source, Files) else Files(source, hub, allow_pickle)
     config = files.config or {}
     if config.get("model_type") == SpecConfig.model_type or files.weights is None:
         return None
     if not config and not files.weights.name.startswith(_NAMED):
         return None  # reading it as one of ours then reports the missing or garbled config
-    if files.pickled and not allow_pickle and not _may_be_a_head(files, config):
+    if files.pickled and not files.allow_pickle and not _may_be_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
     return None if form is None else ForeignCheckpoint(form, files)

@@ -23,7 +23,7 @@ from specheads.decoding.verify.hf_base import logits_of
 from specheads.files import replacing
 from specheads.losses.teacher import LastHidden, Teacher, gives_logits
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.base.quantized import quantization_of
+from specheads.models.base.loading import quantization_of
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import TrainingError
 from specheads.training.features.shards import FeatureError

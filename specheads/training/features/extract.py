@@ -26,8 +26,7 @@ from specheads.files import remove_unfinished
 from specheads.heads import HEADS
 from specheads.hub import commit_of, hub_options
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.base.loading import load_config, load_tokenizer, stop_ids
-from specheads.models.base.quantized import quantization_of
+from specheads.models.base.loading import load_config, load_tokenizer, quantization_of, stop_ids
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index

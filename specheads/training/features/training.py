@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specheads.data.datasets import token_counts
-from specheads.decoding.verify.hf_base import UnsupportedModel, text_config
+from specheads.decoding.verify.hf_base import UnsupportedModel, refuse_unsupported, text_config
 from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
 from specheads.losses.functions import HARD, parse_loss
 from specheads.models import checkpoint, saved_head
@@ -40,8 +40,12 @@ def from_disk(
         )
     trained_length = None
     if init_from is not None and (foreign := find_foreign(init_from)) is not None:
-        _, module = foreign.read_head(skeleton(folder))
-        refuse_unfit(folder, index, module.config)
+        base = skeleton(folder)
+        refuse_unsupported(base)
+        config, tensors = foreign.read(base)
+        refuse_unfit(folder, index, config)
+        module = checkpoint.build_head(config, base, tensors)
+        module.refuse_unfit(base)
     elif init_from is not None:
         saved = saved_head.read(init_from)
         trained_length = saved.config.trained_length

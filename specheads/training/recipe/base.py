@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from specheads.hub import hub_options
-from specheads.models.base.loading import as_dtype, load_language_model
-from specheads.models.base.quantized import quantization
+from specheads.models.base.loading import as_dtype, load_language_model, quantization
 from specheads.training.recipe.recipe import Recipe
 
 

@@ -22,7 +22,7 @@ from specheads.decoding.generation.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
-from specheads.models.base.frozen_base import explain_frozen, is_frozen_base
+from specheads.models.convert import explain_frozen, is_frozen_base
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.distributed import deepspeed as zero
 from specheads.training.distributed.launch import kind_of

@@ -20,7 +20,7 @@ from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.base.lora import adapters
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, DTYPES, CheckpointError, absolute, refuse_nonempty
+from specheads.models.files import CONFIG, DTYPES, CheckpointError, absolute, changes_dtype, refuse_nonempty
 from specheads.models.formats import FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
@@ -54,7 +54,7 @@ def export(
     refuse_nonempty(folder, "export into")
     if folder.exists() and folder.samefile(Path.cwd()):
         raise CheckpointError(f"{folder} is the current directory, which the export would replace; name one inside it")
-    tensors = head_tensors(head, wanted, form.wide)
+    tensors = head_tensors(head, wanted)
     written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
     if embeddings and form.embeds is None:
@@ -125,14 +125,14 @@ def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> l
     return sorted({form.engine for form in forms if not form.refusals(head.config, tensors, base)})
 
 
-def head_tensors(head: DraftHead, dtype: torch.dtype | None = None, wide: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """The head's tensors by our names, on the CPU, in `dtype` except for those whose names end in one of `wide`."""
+def head_tensors(head: DraftHead, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The head's tensors by our names, on the CPU, in `dtype` except for those that keep their own."""
     state = {name: t.detach().to("cpu") for name, t in head.state_dict().items()}
     if any(hasattr(t, "full_tensor") for t in state.values()):
         raise CheckpointError("the head's tensors are shards; save the head, load it in one process, and export that")
     if dtype is None:
         return state
-    return {n: t.to(dtype) if t.is_floating_point() and not n.endswith(wide) else t for n, t in state.items()}
+    return {name: t.to(dtype) if changes_dtype(name, t) else t for name, t in state.items()}
 
 
 def _write(

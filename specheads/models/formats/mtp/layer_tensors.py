@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.mtp.target_layers import read_table
-from specheads.models.files import CheckpointError, widest_dtype
+from specheads.models.files import WIDE, CheckpointError, changes_dtype, widest_dtype
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,9 +24,6 @@ try:
     from transformers.modeling_utils import LoadStateDictConfig
 except ImportError:  # transformers before it had conversion rules
     get_model_conversion_mapping = None  # type: ignore[assignment]
-
-
-WIDE = ("e_score_correction_bias",)  # suffixes of tensor names that keep their own dtype
 
 
 class LayerTensors:
@@ -80,7 +77,7 @@ class LayerTensors:
 
 def set_dtype(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a meta layer the dtype of a checkpoint's tensors, and each WIDE tensor its own dtype there."""
-    found = [tensor for name, tensor in tensors.items() if not name.endswith(WIDE) and tensor.is_floating_point()]
+    found = [tensor for name, tensor in tensors.items() if changes_dtype(name, tensor)]
     if found:
         layer.to(widest_dtype(found))
     for name, buffer in list(layer.named_buffers()):

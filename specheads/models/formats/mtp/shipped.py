@@ -24,7 +24,7 @@ from specheads.models.formats.config_values import table
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.mtp.beside import BaseFiles
-from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
+from specheads.models.formats.mtp.layer_tensors import LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
 from specheads.models.formats.shards import INDEX, refuse_paths
 from specheads.options import listing, shown
@@ -108,7 +108,6 @@ class Shipped(Format):
     engine, title = "mtp", "MTP modules of a model's own checkpoint"
     versions = "vLLM 0.32, SGLang 0.5.23 and transformers 5.23"
     embeds = None
-    wide = WIDE
     within_base = True
     serving = """\
 This folder is the model itself: its index names the modules, in mtp.safetensors, and its other files are links to the

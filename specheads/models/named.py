@@ -146,7 +146,7 @@ def holds_head(source: str) -> bool:
         if (why := foreign.refusal()) is not None:
             logger.warning_once("%s is decoded without the draft modules that it ships: %s", source, why)
         return why is None
-    other = other_kind(Files(source, hub_options(source)).config or {})
+    other = other_kind(Files(source, hub_options(source)).config)
     if other is not None and not other.model:
         return True
     refuse_without_config(source)

@@ -109,8 +109,7 @@ def read_files(files: Files) -> SavedHead:
     """The checkpoint in these files, in our format."""
     beside = None
     if (path := files.find(CONFIG)) is not None:
-        table = parse_table(path.read_bytes(), path) if files.config is None else files.config
-        beside = _checked(table, path, files)
+        beside = _checked(files.config or parse_table(path.read_bytes(), path), path, files)
     if (weights := files.find(WEIGHTS)) is None:
         raise _absent(files)
     shapes, metadata = read_header(weights)

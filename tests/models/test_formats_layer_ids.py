@@ -9,7 +9,7 @@ import torch
 from specheads import CheckpointError, SpecModel, convert
 from specheads.models.formats import FORMATS
 from specheads.models.formats.files import Files
-from specheads.models.formats.parts import layer_ids, llamacpp_families
+from specheads.models.formats.parts import layer_ids
 from tests.reference import foreign, layer_numbers
 from tests.support.assert_drafts import IDS, Recorded, embeddings, states
 from tests.support.export_files import made, same
@@ -50,7 +50,7 @@ def test_every_server_reads_the_layers_that_the_head_reads_or_the_export_is_refu
         tensors = model.head.state_dict()
         if wrong := form.refusals(model.head.config, tensors, family):
             expected = (
-                to == "llamacpp" and name not in llamacpp_families.FAMILIES,
+                to == "llamacpp" and name not in layer_ids.LLAMACPP_FAMILIES,
                 LAST in taps and to == "modelopt",
                 LAST in taps and to == "sglang" and name not in ("gpt_oss", "gemma4_text", "minimax_m3_vl"),
                 LAST in taps and to == "llamacpp" and name != "gpt_oss",

@@ -1,4 +1,4 @@
-"""The files of a foreign checkpoint. Names, shapes and dtypes can be checked before any tensor is in memory.
+"""The files of a checkpoint, ours or foreign. Names, shapes and dtypes can be checked before any tensor is in memory.
 
 No file is trusted: a damaged or hostile one raises CheckpointError, which says what is wrong.
 """
@@ -30,11 +30,14 @@ from specheads.models.files import (
     read_table,
     read_tensors,
 )
-from specheads.models.formats import shards
 from specheads.options import Advice, reason, shortened, shown
 
-SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
-PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", shards.PICKLE_INDEX)
+INDEX, PICKLE_INDEX = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
+_MOST_FILES = 64  # files
+_MOST_BYTES = 64 << 20  # of an index; one of 100,000 tensors has some 10 million
+_NAME = re.compile(r"\w[\w. -]{0,200}\.safetensors")  # of a file beside the index: no path, no drive
+SAFE = (WEIGHTS, INDEX, "medusa_lm_head.safetensors")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", PICKLE_INDEX)
 # The only calls that a pickled dict of plain tensors needs. torch.load(weights_only=True) allows more, such as
 # bytearray(10**11).
 _CALLED = re.compile(
@@ -44,7 +47,7 @@ _OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "E
 
 
 class Files:
-    """A foreign checkpoint: a directory or a hub id. hub: options of a hub id, such as revision, subfolder and token.
+    """A checkpoint: a directory or a hub id. hub: options of a hub id, such as revision, subfolder and token.
 
     allow_pickle: also read pickles, with torch.load(weights_only=True), which builds tensors and runs no code in them.
     """
@@ -83,10 +86,10 @@ class Files:
         return None if path is None else Path(path)
 
     @cached_property
-    def config(self) -> dict[str, Any] | None:
-        """config.json; None if it is missing or not a JSON object. CheckpointError if it is huge."""
+    def config(self) -> dict[str, Any]:
+        """config.json; {} if it is missing or not a JSON object. CheckpointError if it is huge."""
         path = self.find(CONFIG)
-        return None if path is None else read_table(path)
+        return {} if path is None else read_table(path) or {}
 
     @cached_property
     def weights(self) -> Path | None:
@@ -116,9 +119,9 @@ class Files:
         if self._index is None:
             return read_header(self.weights)[0]
         found: dict[str, Tensor] = {}
-        for name, path in self._shards.items():
+        for name, path in self._items():
             part = read_header(path)[0]
-            shards.check_shard(self.weights, name, [t for t, file in self._index.items() if file == name], part)
+            check_shard(self.weights, name, [t for t, file in self._index.items() if file == name], part)
             found |= part
         return found
 
@@ -155,16 +158,16 @@ class Files:
     @cached_property
     def _index(self) -> dict[str, str] | None:
         """Tensor name → name of its file, if the tensors are in several files; None if they are in one."""
-        if self.weights is None or self.weights.name not in (shards.INDEX, shards.PICKLE_INDEX):
+        if self.weights is None or self.weights.name not in (INDEX, PICKLE_INDEX):
             return None
-        return shards.read_index(self.weights)[0]
+        return read_index(self.weights)[0]
 
     @cached_property
     def _shards(self) -> dict[str, Path]:
         """File name → path, for every file in the index. CheckpointError if one is missing."""
         assert self.weights is not None
-        shards.refuse_paths(self.weights, self._index or {}, self._index or ())
-        shards.refuse_many(self.weights, self._index or {})
+        refuse_paths(self.weights, self._index or {}, self._index or ())
+        refuse_many(self.weights, self._index or {})
         found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
         if missing := [name for name, path in found.items() if path is None]:
             raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
@@ -174,7 +177,7 @@ class Files:
     def _unpickled(self) -> dict[str, Tensor]:
         path = self.weights
         assert path is not None
-        if path.name == shards.PICKLE_INDEX:
+        if path.name == PICKLE_INDEX:
             raise CheckpointError(f"{path}: pickles in several files are not read; save the head as safetensors")
         if not self.allow_pickle:
             raise CheckpointError(
@@ -243,3 +246,39 @@ def _refuse_calls(path: Path, program: bytes) -> None:
         if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
             called = str(argument).replace(" ", ".") if name == "GLOBAL" else name
             raise CheckpointError(f"{path}: its pickle calls {shown(called)}, which plain tensors by name do not need")
+
+
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Tensor name → name of its file, and the metadata, from an index. CheckpointError if the file is not an index."""
+    read = read_table(path, _MOST_BYTES) or {}
+    found, metadata = read.get("weight_map"), read.get("metadata")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{path} is not an index of tensors: it has no weight_map of names")
+    return found, metadata if isinstance(metadata, dict) else {}
+
+
+def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) -> None:
+    """CheckpointError if the index puts one of these tensors anywhere but in a file beside itself."""
+    for tensor in tensors:
+        name = index[tensor]
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{path} has {shortened(tensor)} in {shown(str(name))}; "
+                "expected the name of a .safetensors file beside it"
+            )
+
+
+def refuse_many(path: Path, index: dict[str, str]) -> None:
+    """CheckpointError if the index names more files than any head has."""
+    if (count := len(set(index.values()))) > _MOST_FILES:
+        raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST_FILES}")
+
+
+def check_shard(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:
+    """CheckpointError unless a file holds exactly the tensors that the index assigns to it: readers load all it has."""
+    for what, names in (("lacks", set(claimed) - set(held)), ("also holds", set(held) - set(claimed))):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{index}: {name} {what} {shortened(min(names))}{more}, as the index has it; copy both again"
+            )

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
 from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
-from specheads.models.formats.config_values import architectures, table
 from specheads.models.formats.files import Files
-from specheads.models.formats.keys.config_table import ConfigTable
+from specheads.models.formats.keys.config_table import ConfigTable, architectures, table
 from specheads.models.formats.keys.other_kinds import refuse_unread_kind
 from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened, shown
@@ -38,7 +37,7 @@ class ExportFiles:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS
-    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} in a .yml is the export's path
+    texts: dict[str, str] = field(default_factory=dict)  # by file name
     links: dict[str, Path] = field(default_factory=dict)  # symbolic links to other files, by name
 
 
@@ -48,7 +47,7 @@ class Format(ABC):
     engine: the program's name for `--to`. kind: the kind of head. title: the format's name in messages. versions: the
     program versions it was written for. serving: Markdown template with the commands (serving.py). embeds: whether an
     export includes the base's embeddings; None if the format cannot hold them. Embeddings in a file that is read are
-    compared with the base's.  within_base: the head is part of
+    compared with the base's. weights: the name of the weights file. within_base: the head is part of
     its base's own checkpoint. config_keys: config keys that no complete model has. They identify a pickle as a head,
     since its tensors are not inspected. classes: a pattern of the classes (`architectures`) that are read. ignored:
     config keys that change nothing in this format, beside those of all formats (keys/without_effect.py).
@@ -60,6 +59,7 @@ class Format(ABC):
     versions: str
     serving: str
     embeds: bool | None = False
+    weights: str = WEIGHTS
     within_base: ClassVar[bool] = False
     config_keys: ClassVar[tuple[str, ...]] = ()
     classes: ClassVar[str] = r".*"
@@ -75,10 +75,9 @@ class Format(ABC):
 
     def base_of(self, files: Files) -> str | None:
         """The name of the base given in the files, if any."""
-        config = files.config or {}
-        named = config.get("base_model_name_or_path")
-        if "speculators_config" in config:
-            named = table(table(config, "speculators_config"), "verifier").get("name_or_path")
+        named = files.config.get("base_model_name_or_path")
+        if "speculators_config" in files.config:
+            named = table(table(files.config, "speculators_config"), "verifier").get("name_or_path")
         return named if isinstance(named, str) and named else None
 
     def part_of(self, files: Files) -> Files:
@@ -90,12 +89,12 @@ class Format(ABC):
         """The options of the head that the files describe. CheckpointError if no head here can represent it."""
 
     @abstractmethod
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: Any, found: Collection[str] = ()) -> dict[str, str]:
         """Our name → theirs, for every tensor that is the same in both; `translate` computes the others.
 
         found: the names in the file being read, for formats with several naming schemes."""
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: Any, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         """Our tensors that are computed from theirs, and the names of their tensors that were used.
 
         Runs before the other shapes are compared. May return one tensor under several names, or a tensor of the base:
@@ -103,12 +102,25 @@ class Format(ABC):
         return {}, set()
 
     @abstractmethod
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+    def refusals(self, head: Any, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         """Reasons why this format cannot hold the head; [] if it can."""
 
     @abstractmethod
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        """The export, without embeddings, of a head for which refusals() is empty."""
+    def config(self, head: Any, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        """config.json for a head for which refusals() is empty: what `options` reads."""
+
+    def rename(self, head: Any, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        """The head's tensors by their names, without embeddings: what `names` and `translate` read."""
+        return {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+
+    def texts(self, head: Any, base: PreTrainedModel) -> dict[str, str]:
+        """Further text files of an export, by name; {folder} in a .yml is the export's path."""
+        return {}
+
+    def write(self, head: Any, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
+        """The files of an export, without embeddings."""
+        config, named = self.config(head, tensors, base), self.rename(head, tensors, base)
+        return ExportFiles(config, named, self.weights, self.texts(head, base))
 
     def serve(self, base: str, folder: str, depth: int) -> str:
         """Markdown with the exact commands that serve the head, drafting `depth` tokens a step."""
@@ -135,8 +147,8 @@ def read(
 def head_config(form: Format, files: Files, base: PreTrainedModel) -> HeadConfig:
     """The head that the config in `files` describes. CheckpointError if no head here can represent it, or if the config
     has an option that nobody read and that may change what the head drafts. Reads no weight of the base."""
-    refuse_unread_kind(files, files.config or {})
-    files.config = config = ConfigTable(files.config or {})
+    refuse_unread_kind(files, files.config)
+    files.config = config = ConfigTable(files.config)
     if strange := [name for name in architectures(config) if not re.fullmatch(form.classes, name)]:
         raise CheckpointError(
             f"{files} is of the class {shown(strange[0])}, which {form.title} does not have; if its tensors are of "

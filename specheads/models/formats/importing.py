@@ -15,9 +15,9 @@ from specheads.heads import HeadConfig
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import FORMATS
-from specheads.models.formats.config_values import architectures
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, head_config, read
+from specheads.models.formats.keys.config_table import architectures
 
 logger = hf_logging.get_logger(__name__)
 _NAMED = ("medusa_", "hydra_")  # prefixes of weights files that name the kind of head
@@ -86,7 +86,7 @@ def find_foreign(
     tensors is refused.
     """
     files = source if isinstance(source, Files) else Files(source, hub, allow_pickle)
-    config = files.config or {}
+    config = files.config
     if config.get("model_type") == SpecConfig.model_type or files.weights is None:
         return None
     if not config and not files.weights.name.startswith(_NAMED):

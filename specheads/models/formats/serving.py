@@ -75,6 +75,12 @@ vllm serve $base_arg --speculative-config '{speculative}'
 """
 
 
+def trtllm_yaml(kind: str, depth: int, *more: str) -> str:
+    """The options file of trtllm-serve, which drafts `depth` tokens a step; all else is in config.json. more: lines."""
+    lines = [f"decoding_type: {kind}", f"max_draft_len: {depth}", "speculative_model: {folder}", *more]
+    return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
+
+
 def llamacpp(kind: str) -> str:
     """Commands of llama.cpp's converter and server. kind: llama.cpp's name for the kind of draft."""
     return f"""\

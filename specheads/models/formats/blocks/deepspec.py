@@ -12,15 +12,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.verify.hf_base import text_config
-from specheads.heads import HeadConfig, ParallelConfig
+from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.config_values import architectures, table, whole
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, output_matrix
-from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.format import output_matrix
+from specheads.models.formats.keys.config_table import architectures, table, whole
+from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG
 from specheads.models.formats.serving import llamacpp, vllm_gpu
 from specheads.options import shown
@@ -43,46 +41,41 @@ class DeepSpec(parallel.Parallel):
     from_anchor: bool | None = True
 
     def recognises(self, files: Files) -> bool:
-        config = files.config or {}
+        config = files.config
         named = any("DSpark" in name for name in architectures(config))
         return self.copies_output and "speculators_model_type" not in config and (named or "markov_rank" in config)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config = files.config or {}
+        config = files.config
         if (found := architectures(config)) not in ([ARCHITECTURE], [SPECFORGE]):
             raise CheckpointError(
                 f"{files} is a DSpark head of the class {shown(found)}; {ARCHITECTURE} and {SPECFORGE} are read here"
             )
-        said = _said(files, config, table(config, _TABLE))
+        values = _either(files, config, table(config, _TABLE))
         options = parallel.read_options(
-            files, config, config, base, layer_ids.read_output_ids(files, said, _LAYERS, base),
-            whole(said, "mask_token_id", least=0), whole(said, "block_size"),
+            files, config, config, base, layer_ids.read_output_ids(files, values, _LAYERS, base),
+            whole(values, "mask_token_id", least=0), whole(values, "block_size"),
         )  # fmt: skip
-        return {**options, **parallel.read_dspark_options(files, said)}
+        return {**options, **parallel.read_dspark_options(files, values)}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, ParallelConfig) and head.taps
-        config = {
-            "architectures": [ARCHITECTURE], **block_config(head, tensors, base), "model_type": "qwen3",
-            "attention_bias": head.attention_bias, "block_size": head.block_size,
-            "layer_types": ["full_attention"] * head.num_layers,
-            "num_target_layers": text_config(base).num_hidden_layers, "mask_token_id": head.mask_token_id,
-            _LAYERS: layer_ids.output_ids(head.taps, base), "num_anchors": head.anchors, "sample_from_anchor": True,
-            "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
-            "confidence_head_with_markov": head.markov_rank > 0,
+    def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        return {
+            **parallel.qwen3_config(ARCHITECTURE, head, tensors, base), "mask_token_id": head.mask_token_id,
+            _LAYERS: layer_ids.output_ids(head.taps or (), base), "num_anchors": head.anchors,
+            "sample_from_anchor": True, **parallel.dspark_keys(head),
         }  # fmt: skip
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+
+    def rename(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        named = super().rename(head, tensors, base)
         if self.copies_output:
             named["lm_head.weight"] = output_matrix(self.title, base).to(tensors["fc.weight"].dtype)
-        if head.draft_vocab_size != head.vocab_size:
-            config["draft_vocab_size"] = head.draft_vocab_size
-        return ExportFiles(config, named | vocabulary.offsets(tensors))
+        return named
 
 
-def _said(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+def _either(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     """The values of the keys in _EITHER, at the top or in the table. CheckpointError if the two contradict each other,
     or the table is another head's."""
-    said = {}
+    either = {}
     for name in _EITHER:
         values = [value for value in (config.get(name), inner.get(name)) if value is not None]
         if values[1:] and values[0] != values[1]:
@@ -90,11 +83,11 @@ def _said(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> dict[s
                 f"{files}: its config says {name}={shown(values[0])}, and {_TABLE}.{name}={shown(values[1])}; its "
                 "readers would disagree"
             )
-        said[name] = values[0] if values else None
+        either[name] = values[0] if values else None
     for name, known in (("projector_type", ("dspark",)), ("attention_mode", ("gqa", "mha"))):
         if (value := inner.get(name, known[0])) not in known:
             raise CheckpointError(f"{files}: its config says {_TABLE}.{name}={shown(value)}; expected {known[0]}")
-    return said
+    return either
 
 
 FORMATS = (

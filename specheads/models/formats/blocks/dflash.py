@@ -13,16 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import text_config
-from specheads.heads import HeadConfig, ParallelConfig
+from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
-from specheads.models.formats.config_values import architectures, flag, table, whole
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles
-from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.keys.config_table import architectures, flag, table, whole
+from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
-from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
+from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, trtllm_yaml, vllm
 from specheads.options import shown
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -36,13 +34,12 @@ class DFlash(parallel.Parallel):
     from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:
-        config = files.config or {}
+        config = files.config
         named = _TABLE in config or any(name.startswith("DFlash") for name in architectures(config))
         return named and self.causal is not None and self.causal == _causal(files, config, table(config, _TABLE))
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config = files.config or {}
-        inner = table(config, _TABLE)
+        config, inner = files.config, table(files.config, _TABLE)
         self._refuse_others(files, inner, text_config(base).hidden_size)
         options = parallel.read_options(
             files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS, base),
@@ -50,22 +47,14 @@ class DFlash(parallel.Parallel):
         )  # fmt: skip
         return {**options, "causal": _causal(files, config, inner), "sample_from_anchor": False}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, ParallelConfig) and head.taps
+    def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # JetSpec reads causal_head. vLLM reads causal, whose default differs from layer to layer.
         causal = {"causal": head.causal} | ({"causal_head": True} if head.causal else {})
-        config = {
-            "architectures": [ARCHITECTURE], **block_config(head, tensors, base), "model_type": "qwen3",
-            "attention_bias": head.attention_bias, "block_size": head.block_size,
-            "layer_types": ["full_attention"] * head.num_layers,
-            "num_target_layers": text_config(base).num_hidden_layers,
-            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps, base), **causal},
-        }  # fmt: skip
-        if head.draft_vocab_size != head.vocab_size:
-            config["draft_vocab_size"] = head.draft_vocab_size
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {TRTLLM: _trtllm_yaml(head)} if self.engine == "trtllm" else {}
-        return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
+        inner = {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps or (), base), **causal}
+        return {**parallel.qwen3_config(ARCHITECTURE, head, tensors, base), _TABLE: inner}
+
+    def texts(self, head: ParallelConfig, base: PreTrainedModel) -> dict[str, str]:
+        return {TRTLLM: trtllm_yaml("DFlash", head.num_drafted)} if self.engine == "trtllm" else {}
 
     @staticmethod
     def _refuse_others(files: Files, inner: dict[str, Any], hidden: int) -> None:
@@ -86,12 +75,6 @@ def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool
         listed = ", ".join(f"{name}={str(value).lower()}" for name, value in values.items())
         raise CheckpointError(f"{files}: its config says {listed}; its readers would disagree")
     return any(values.values())
-
-
-def _trtllm_yaml(head: ParallelConfig) -> str:
-    """The options file of trtllm-serve; everything else is read from config.json."""
-    lines = ["decoding_type: DFlash", f"max_draft_len: {head.num_drafted}", "speculative_model: {folder}"]
-    return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
 
 
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:

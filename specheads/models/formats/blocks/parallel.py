@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.heads import HeadConfig, ParallelConfig
+from specheads.decoding.verify.hf_base import text_config
+from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import flag, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
-from specheads.models.formats.parts import layer_ids, llamacpp_families, vocabulary
-from specheads.models.formats.parts.decoder import block_names, block_options
+from specheads.models.formats.keys.config_table import flag, whole
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_config, block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
 from specheads.options import shown
 
@@ -48,8 +49,7 @@ class Parallel(Format):
     last: Collection[str] | None = ()
     positions: Positions = EVERY
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, ParallelConfig)
+    def names(self, head: ParallelConfig, found: Collection[str] = ()) -> dict[str, str]:
         names = {f"{n}.weight": f"{n}.weight" for n in ("fc", "hidden_norm", "norm")}
         for i in range(head.num_layers):
             theirs = f"layers.{i}."
@@ -70,8 +70,10 @@ class Parallel(Format):
             names |= {f"confidence.{w}": f"confidence_head.proj.{w}" for w in ("weight", "bias")}
         return names
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        assert isinstance(head, ParallelConfig) and head.vocab_size and head.draft_vocab_size
+    def translate(
+        self, files: Files, head: ParallelConfig, base: PreTrainedModel
+    ) -> tuple[dict[str, Tensor], set[str]]:
+        assert head.vocab_size and head.draft_vocab_size
         translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
         for name, own in (("embed_tokens.weight", None), ("lm_head.weight", output_matrix)):
             if name in files.shapes and (own is None or head.draft_vocab_size == head.vocab_size):
@@ -79,8 +81,7 @@ class Parallel(Format):
                 consumed.add(name)
         return translated, consumed
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, ParallelConfig)
+    def refusals(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         wrong = [layer_ids.refusal_reason(head.taps or (), base, self.last)]
         if self.causal is not None and head.causal != self.causal and head.block_size > 1:
             wrong.append(
@@ -107,11 +108,36 @@ class Parallel(Format):
         if head.attention_bias and not self.takes_biases:
             wrong.append("its attention has biases, which its readers do not have")
         if self.engine == "llamacpp":
-            wrong += llamacpp_families.refusals(base)
+            wrong += layer_ids.llamacpp_refusals(base)
         wrong += self.positions.refusals(head) + scaled_embeddings(base)
         if head.mlp_bias:
             wrong.append("its decoder has biases in the MLP, which Qwen3's lacks")
         return [reason for reason in wrong if reason]
+
+    def rename(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        return super().rename(head, tensors, base) | vocabulary.offsets(tensors)
+
+
+def qwen3_config(
+    architecture: str, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel
+) -> dict[str, Any]:
+    """The config of a Qwen3 model of so many layers, with the size of a block and of the draft vocabulary."""
+    config = {
+        "architectures": [architecture], **block_config(head, tensors, base), "model_type": "qwen3",
+        "attention_bias": head.attention_bias, "block_size": head.block_size,
+        "layer_types": ["full_attention"] * head.num_layers, "num_target_layers": text_config(base).num_hidden_layers,
+    }  # fmt: skip
+    if head.draft_vocab_size != head.vocab_size:
+        config["draft_vocab_size"] = head.draft_vocab_size
+    return config
+
+
+def dspark_keys(head: ParallelConfig) -> dict[str, Any]:
+    """What `read_dspark_options` reads, except for sample_from_anchor."""
+    return {
+        "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
+        "confidence_head_with_markov": head.markov_rank > 0,
+    }  # fmt: skip
 
 
 def _position(from_anchor: bool) -> str:

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import text_config
-from specheads.heads import EagleConfig, HeadConfig
+from specheads.heads import EagleConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import flag
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embedding_scale
+from specheads.models.formats.format import Format, check_embeddings, count, embedding_scale
+from specheads.models.formats.keys.config_table import flag
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.models.formats.serving import OLDER, vllm
@@ -50,7 +50,7 @@ class Eagle(Format):
         return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.names)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config = files.config or {}
+        config = files.config
         if flag(config, "add_para_norm"):
             raise CheckpointError(
                 f"{files}: its head has add_para_norm=true, norms on what fc reads (HASS), which heads here do not "
@@ -69,25 +69,24 @@ class Eagle(Format):
                 )
         return {**options, "fc_bias": biased, "taps": (text_config(base).num_hidden_layers,)}
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, EagleConfig)
+    def names(self, head: EagleConfig, found: Collection[str] = ()) -> dict[str, str]:
         names = {"fc.weight": "fc.weight"} | ({"fc.bias": "fc.bias"} if head.fc_bias else {})
         for i in range(head.num_layers):
             names |= block_names(head, i, f"layers.{i}.")
         return names
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: EagleConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         if "embed_tokens.weight" in files.shapes:
             check_embeddings(files, "embed_tokens.weight", base)
-        assert isinstance(head, EagleConfig) and head.hidden_size
-        translated, size = zero_biases(files, files.config or {}, head), head.hidden_size
+        assert head.hidden_size
+        translated, size = zero_biases(files, files.config, head), head.hidden_size
         fused = files.shapes.get("fc.weight")
         if (scale := embedding_scale(base)) != 1 and fused is not None and fused.shape == (size, 2 * size):
             translated["fc.weight"] = _scaled(files.tensor("fc.weight"), size, 1 / scale)
         return translated, {"embed_tokens.weight", "fc.bias", *translated}
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, EagleConfig) and head.taps
+    def refusals(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert head.taps
         wrong, layers = list[str](), text_config(base).num_hidden_layers
         try:
             embedding_scale(base)
@@ -105,19 +104,24 @@ class Eagle(Format):
             wrong.append("its decoder has biases, which are dropped")
         return wrong + self.positions.refusals(head)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, EagleConfig)
+    def config(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # vLLM reads "bias" as that of attention; refusals() lets only a zero bias of fc get here.
         biased = head.fc_bias and self.fc_bias
         config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        return config
+
+    def rename(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        named = super().rename(head, tensors, base)
         if (scale := embedding_scale(base)) != 1:  # readers give fc the unscaled rows, while the base scales them
             named["fc.weight"] = _scaled(named["fc.weight"], len(named["fc.weight"]), scale)
         if self.writes_fc_bias and not head.fc_bias:
             named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
-        return ExportFiles(config, named, texts=transformers4.rewrite_base(base) if self.engine == "eagle" else {})
+        return named
+
+    def texts(self, head: EagleConfig, base: PreTrainedModel) -> dict[str, str]:
+        return transformers4.rewrite_base(base) if self.engine == "eagle" else {}
 
 
 def _scaled(fused: Tensor, size: int, scale: float) -> Tensor:

@@ -2,6 +2,12 @@
 
 The programs share the tensors and most of the config. They differ in how they number layers (layer_ids.py), in which
 decoders they support beyond one plain block, and in the serving command.
+
+Options other than sizes are at the config's top level and in ModelOpt's table eagle_config. From the code of vLLM 0.32,
+SGLang 0.5.23 and TensorRT-LLM (main, 00679c66): all three read fc_norm and norm_output at the top level; only vLLM
+reads norm_before_residual there. All read norm_before_fc in the table, and all but TensorRT-LLM also at the top level.
+Only TensorRT-LLM reads return_hidden_post_norm (norm_output) in the table. The other options are ModelOpt's:
+keys/without_effect.py has their values.
 """
 
 from __future__ import annotations
@@ -14,19 +20,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.heads import Eagle3Config, HeadConfig
+from specheads.heads import Eagle3Config
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import architectures, flag, whole
-from specheads.models.formats.eagle import eagle3_config, transformers4
-from specheads.models.formats.eagle.eagle3_config import NORMS
+from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embeddings_of, output_matrix
-from specheads.models.formats.parts import layer_ids, llamacpp_families, vocabulary
+from specheads.models.formats.format import Format, check_embeddings, count, embeddings_of, output_matrix
+from specheads.models.formats.keys.config_table import architectures, flag, refusal, table, whole
+from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.layer_ids import TABLE
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
-from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, vllm
+from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, trtllm_yaml, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Flags that move a norm, at the top and in the table → the option of heads here.
+NORMS = {
+    "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "fc_norm": "norm_features",
+    "norm_output": "norm_output",
+}  # fmt: skip
+INSIDE = {"norm_before_fc": "norm_before_fc", "return_hidden_post_norm": "norm_output"}
 _SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # the NORMS that SGLang and TensorRT-LLM support
 # Name prefix of decoder block 0 → that of a later block. "midlayer.0.": ModelOpt's Megatron exporter, several blocks.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
@@ -61,12 +73,6 @@ def _retrain(norms: Sequence[str]) -> str:
     return f"train one without: recipes/eagle3.yaml with {' '.join(f'head.{name}=false' for name in norms)}"
 
 
-def common_refusals(head: Eagle3Config, base: PreTrainedModel, last: Collection[str] | None) -> list[str]:
-    """Reasons for which every format refuses an EAGLE-3 head. last: as in `Eagle3`."""
-    wrong = layer_ids.refusal_reason(head.taps or (), base, last)
-    return [wrong] * bool(wrong)
-
-
 @dataclass(frozen=True)
 class Eagle3(Format):
     """takes_layers: supports several decoder blocks, named as here. takes_biases: supports biases in the block.
@@ -91,26 +97,25 @@ class Eagle3(Format):
     positions: Positions = USUAL
 
     def recognises(self, files: Files) -> bool:
-        config = files.config or {}
+        config = files.config
         named = any("Eagle3" in name for name in architectures(config)) or "draft_vocab_size" in config
         return self.engine == "eagle" and (
             named or any(f"{first}hidden_norm.weight" in files.names for first in _BLOCKS)
         )
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config = files.config or {}
+        config = files.config
         return read_options(files, config, config, base)
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, Eagle3Config)
+    def names(self, head: Eagle3Config, found: Collection[str] = ()) -> dict[str, str]:
         return tensor_names(head, "midlayer.", found)
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return translate_shared(files, head, base, files.config or {})
+    def translate(self, files: Files, head: Eagle3Config, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return translate_shared(files, head, base, files.config)
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, Eagle3Config) and head.taps
-        wrong = common_refusals(head, base, self.last)
+    def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert head.taps
+        wrong = [layer_ids.refusal_reason(head.taps, base, self.last)]
         if head.num_layers > 1 and not self.takes_layers:
             wrong.append(f"it has {head.num_layers} decoder layers, which its readers norm differently or do not read")
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
@@ -119,42 +124,51 @@ class Eagle3(Format):
             wrong.append(f"it has {' and '.join(norms)}, which its readers do not have; {_retrain(norms)}")
         if not self.takes_taps and head.taps != (usual := layer_ids.usual_taps(base)):
             wrong.append(f"it reads hidden_states {list(head.taps)}, and {list(usual)} are hard-coded")
-        if not wrong and self.engine in ("sglang", "modelopt"):
-            wrong += filter(None, [layer_ids.nested_refusal(head.taps, base)])
+        if not any(wrong) and self.engine in ("sglang", "modelopt"):
+            wrong.append(layer_ids.nested_refusal(head.taps, base))
         if self.needs_three_taps and len(head.taps) != 3:
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
         if self.engine == "llamacpp":
-            wrong += llamacpp_families.refusals(base)
-        return wrong + self.positions.refusals(head)
+            wrong += layer_ids.llamacpp_refusals(base)
+        return [reason for reason in wrong + self.positions.refusals(head) if reason]
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, Eagle3Config) and head.taps
+    def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        assert head.taps
         top, inner = layer_ids.named_ids(head.taps, base)
+        norms = {theirs: ours for theirs, ours in NORMS.items() if getattr(head, ours)}
         config = {
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
-            **block_config(head, tensors, base), **top,
+            **block_config(head, tensors, base), **top, **dict.fromkeys(norms, True),
         }  # fmt: skip
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
-        config |= {theirs: True for theirs, ours in NORMS.items() if getattr(head, ours)}
         if self.engine == "trtllm":
-            inner |= eagle3_config.table_flags({ours for ours in NORMS.values() if getattr(head, ours)})
+            inner |= {theirs: True for theirs, ours in INSIDE.items() if ours in norms.values()}
         if inner:
-            config[eagle3_config.TABLE] = inner
+            config[TABLE] = inner
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {TRTLLM: trtllm_yaml(head, base)} if self.engine == "trtllm" else {}
+        return config
+
+    def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        return super().rename(head, tensors, base) | vocabulary.offsets(tensors)
+
+    def texts(self, head: Eagle3Config, base: PreTrainedModel) -> dict[str, str]:
         if self.engine == "eagle":
-            texts = transformers4.rewrite_base(base)
-        return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
+            return transformers4.rewrite_base(base)
+        if self.engine not in ("trtllm", "modelopt"):
+            return {}
+        assert head.taps
+        layers = [f"eagle3_layers_to_capture: {layer_ids.output_ids(head.taps, base)}"]
+        usual = head.taps == layer_ids.usual_taps(base)
+        return {TRTLLM: trtllm_yaml("Eagle3", head.draft_depth, *([] if usual else layers))}
 
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
     """Head options from a config and its decoder block's config, which may be nested in it."""
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
-    norms = eagle3_config.read_norms(files, config, layers)
+    norms = _read_norms(files, config, layers)
     options = block_options(files, block, base, layers)
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
@@ -166,13 +180,13 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
 
 
 def translate_shared(
-    files: Files, head: HeadConfig, base: PreTrainedModel, block: dict[str, Any]
+    files: Files, head: Eagle3Config, base: PreTrainedModel, block: dict[str, Any]
 ) -> tuple[dict[str, Tensor], set[str]]:
     """d2t and t2d, defaults for a missing lm_head or bias, and the file's names used. Embeddings in the file are
     compared with the base's.
 
     block: the config of the head's decoder."""
-    assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
+    assert head.vocab_size and head.draft_vocab_size
     translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
     if "embed_tokens.weight" in files.shapes:
         check_embeddings(files, "embed_tokens.weight", base)
@@ -193,7 +207,7 @@ def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> T
             "base's, with which a head without one drafts, is for all of them"
         )
     matrix = output_matrix(files, base)
-    if flag(files.config or {}, "tie_word_embeddings") and not torch.equal(matrix, embeddings_of(base).to("cpu")):
+    if flag(files.config, "tie_word_embeddings") and not torch.equal(matrix, embeddings_of(base).to("cpu")):
         raise CheckpointError(
             f"{files}: it has no lm_head.weight, and its config says tie_word_embeddings=true of a base whose output "
             "matrix is not its embeddings; its readers would draft with different ones"
@@ -201,13 +215,26 @@ def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> T
     return matrix
 
 
-def trtllm_yaml(head: Eagle3Config, base: PreTrainedModel) -> str:
-    """The options file of trtllm-serve: draft length, path of the head, and the layers unless they are the usual."""
-    assert head.taps
-    lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
-    if head.taps != layer_ids.usual_taps(base):
-        lines.append(f"eagle3_layers_to_capture: {layer_ids.output_ids(head.taps, base)}")
-    return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
+def _read_norms(files: Files, config: dict[str, Any], layers: int) -> dict[str, bool]:
+    """The head options that place norms. layers: the number of decoder blocks. CheckpointError, with the option and its
+    value, if heads here do not support it."""
+    inner = table(config, TABLE)
+    if not flag(inner, "next_layer_regular", True) and layers > 1:  # it has no effect with one block
+        raise refusal(files, f"{TABLE}.next_layer_regular", False)
+    if flag(inner, "has_lm_head") and "lm_head.weight" not in files.shapes:
+        raise CheckpointError(f"{files}: its config says {TABLE}.has_lm_head=true, and it has no lm_head.weight")
+    return {ours: _norm(files, config, inner, theirs, ours) for theirs, ours in NORMS.items()}
+
+
+def _norm(files: Files, config: dict[str, Any], inner: dict[str, Any], theirs: str, ours: str) -> bool:
+    values = {theirs: flag(config, theirs)} if config.get(theirs) is not None else {}
+    for name, option in INSIDE.items():
+        if option == ours and inner.get(name) is not None:
+            values[f"{TABLE}.{name}"] = flag(inner, name)
+    if len(set(values.values())) > 1:
+        both = " and ".join(f"{name}={str(value).lower()}" for name, value in values.items())
+        raise CheckpointError(f"{files}: its config says {both}; its readers would disagree")
+    return any(values.values())
 
 
 FORMATS = (

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.heads import Eagle3Config, HeadConfig
+from specheads.heads import Eagle3Config
 from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.decoder import block_config
-from specheads.models.formats.serving import TRTLLM
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,14 @@ load its own exports; this format is for programs that do.
 """
 
     def recognises(self, files: Files) -> bool:
-        inner = (files.config or {}).get("eagle_config")
+        inner = files.config.get("eagle_config")
         return isinstance(inner, dict) and "use_input_layernorm_in_first_layer" in inner
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, Eagle3Config)
+    def names(self, head: Eagle3Config, found: Collection[str] = ()) -> dict[str, str]:
         return eagle3.tensor_names(head, "layers.0.", found)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, Eagle3Config) and head.taps
+    def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        assert head.taps
         inner = {
             layer_ids.KEY: layer_ids.nested_list(head.taps, base), "use_aux_hidden_state": True,
             "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
@@ -55,12 +53,10 @@ load its own exports; this format is for programs that do.
             "architectures": [eagle3.ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), "attention_bias": False, "mlp_bias": False, "eagle_config": inner,
         }  # fmt: skip
-        if head.taps != layer_ids.usual_taps(base) and len(head.taps) != 3:
-            config["num_aux_hidden_states"] = len(head.taps)
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        if len(tensors["d2t"]) != len(tensors["t2d"]):
-            named["d2t"] = tensors["d2t"]
-        return ExportFiles(config, named, texts={TRTLLM: eagle3.trtllm_yaml(head, base)})
+        return config if len(head.taps) == 3 else config | {"num_aux_hidden_states": len(head.taps)}
+
+    def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        return {name: t for name, t in super().rename(head, tensors, base).items() if name != "t2d"}
 
 
 FORMATS = (ModelOpt(),)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from specheads.models.files import CONFIG, WEIGHTS, read_table
-from specheads.models.formats.shards import INDEX, read_index
+from specheads.models.formats.files import INDEX, read_index
 
 FOLDER = "base"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

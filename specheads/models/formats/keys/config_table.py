@@ -1,11 +1,15 @@
-"""A foreign config that records which of its keys are read, so that an option which nobody reads is refused by name."""
+"""A foreign config is untrusted: values are checked when they are read, and an option that nobody reads is refused.
+
+An unexpected value is a CheckpointError with its name and the value.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from specheads.models.files import CheckpointError
+from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats.keys.without_effect import ONLY, REASONS, WITHOUT_EFFECT
 from specheads.options import shortened, shown
 
@@ -78,3 +82,56 @@ def _same(one: object, other: object) -> bool:
         return isinstance(one, bool) == isinstance(other, bool) and one == other
     except RecursionError:  # nested deeper than any option
         return False
+
+
+def _value(config: dict[str, Any], name: str, default: Any) -> Any:
+    value = config.get(name)  # null counts as missing
+    return default if value is None else value
+
+
+def whole(config: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+    """An integer from a config. CheckpointError if it is not one, is below `least`, or is missing without a default."""
+    value = _value(config, name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a whole number from {least} to 2³¹")
+    return value
+
+
+def real(config: dict[str, Any], name: str, default: float) -> float:
+    """A finite positive number from a config. CheckpointError if it is anything else."""
+    value = _value(config, name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a number above 0")
+    return float(value)
+
+
+def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
+    """A boolean from a config. CheckpointError if it is anything else."""
+    value = _value(config, name, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected true or false")
+    return value
+
+
+def table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A table inside a config, empty if missing. CheckpointError if it is anything else."""
+    value = _value(config, name, {})
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a table of options")
+    return value
+
+
+def wholes(config: dict[str, Any], name: str) -> tuple[int, ...] | None:
+    """A list of integers from a config; None if missing. CheckpointError if it is anything else."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > 64 or any(type(i) is not int or abs(i) > 2**31 for i in value):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a list of layer numbers")
+    return tuple(value)
+
+
+def architectures(config: dict[str, Any]) -> list[str]:
+    """The classes that a config names; [] if it names none."""
+    value = config.get("architectures")
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

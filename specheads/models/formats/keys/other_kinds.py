@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import architectures
+from specheads.models.formats.keys.config_table import architectures
 
 
 class OtherKind(NamedTuple):

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import text_config
-from specheads.heads import HeadConfig, MedusaConfig
+from specheads.heads import MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import whole
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, output_matrix
+from specheads.models.formats.format import Format, check_sizes, count, output_matrix
+from specheads.models.formats.keys.config_table import whole
 from specheads.models.formats.serving import base_name
 
 
@@ -60,8 +60,7 @@ def refuse_other_sizes(files: Files, config: dict[str, Any], base: PreTrainedMod
 
 @dataclass(frozen=True)
 class Medusa(Format):
-    """shares_layers: the reader uses one module for all layers of a head, so they must be equal. weights: the name of
-    the weights file."""
+    """shares_layers: the reader uses one module for all layers of a head, so they must be equal."""
 
     kind: ClassVar[str] = MedusaConfig.kind
     config_keys: ClassVar[tuple[str, ...]] = ("medusa_num_heads", "num_medusa_heads")
@@ -76,7 +75,7 @@ class Medusa(Format):
     embeds: bool | None = None
 
     def recognises(self, files: Files) -> bool:
-        counted = (files.config or {}).keys() & {*self.config_keys}
+        counted = files.config.keys() & {*self.config_keys}
         return self.engine == "medusa" and bool(counted or (files.weights and files.weights.name.startswith("medusa_")))
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
@@ -87,7 +86,7 @@ class Medusa(Format):
                 "which no other base replaces; save the base alone and the heads, without that prefix, as "
                 "medusa_lm_head.safetensors, and import those with the base"
             )
-        refuse_other_sizes(files, files.config or {}, base)
+        refuse_other_sizes(files, files.config, base)
         heads = count(files, "")
         layers = count(files, "0.", ".linear.")
         if not heads or not layers:
@@ -98,35 +97,28 @@ class Medusa(Format):
             "draft_vocab_size": own.vocab_size,
         }  # fmt: skip
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, MedusaConfig)
+    def names(self, head: MedusaConfig, found: Collection[str] = ()) -> dict[str, str]:
         outputs = {f"lm_heads.{h}.weight": f"{h}.{head.num_layers}.weight" for h in range(head.num_heads)}
         return block_names(head, "{h}.{l}.linear.{what}") | outputs
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        assert isinstance(head, MedusaConfig)
+    def translate(self, files: Files, head: MedusaConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         outputs = {ours: theirs for ours, theirs in self.names(head).items() if ours.startswith("lm_heads.")}
         translated: dict[str, Tensor] = {}
         if not any(theirs in files.shapes for theirs in outputs.values()):
             translated = dict.fromkeys(outputs, output_matrix(files, base))
         return translated | full_vocabulary(head), set()
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, MedusaConfig)
+    def refusals(self, head: MedusaConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         wrong = tap_refusals(head, base) + vocabulary_refusals(head)
         if self.shares_layers and not _equal_layers(head, tensors):
             wrong.append(f"its {head.num_layers} layers a head differ, and one module is read for all of them")
         return wrong
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, MedusaConfig)
-        config = {
-            "base_model_name_or_path": base_name(base),
-            "medusa_num_heads": head.num_heads, "num_medusa_heads": head.num_heads,
-            "medusa_num_layers": head.num_layers,
+    def config(self, head: MedusaConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        return {
+            "base_model_name_or_path": base_name(base), "medusa_num_heads": head.num_heads,
+            "num_medusa_heads": head.num_heads, "medusa_num_layers": head.num_layers,
         }  # fmt: skip
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return ExportFiles(config, named, weights=self.weights)
 
 
 def vocabulary_refusals(head: DraftVocabularyConfig) -> list[str]:

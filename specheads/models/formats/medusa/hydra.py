@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import text_config
-from specheads.heads import HeadConfig, HydraConfig
+from specheads.heads import HydraConfig
 from specheads.heads.layers.rope import rope_of
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import flag, whole
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, Format, count, scaled_embeddings
+from specheads.models.formats.format import Format, count, scaled_embeddings
+from specheads.models.formats.keys.config_table import flag, whole
 from specheads.models.formats.medusa.fasterdecoding import (
     OF_THE_BASE,
     full_vocabulary,
@@ -45,6 +45,7 @@ class Hydra(Format):
     kind: ClassVar[str] = HydraConfig.kind
     config_keys: ClassVar[tuple[str, ...]] = ("hydra_num_heads",)
     ignored: ClassVar[frozenset[str]] = OF_THE_BASE
+    weights: ClassVar[str] = "hydra_lm_head.pt"
     engine: str = "hydra"
     title: str = "Hydra (its repository's format)"
     versions: str = "zankner/Hydra (main)"
@@ -57,10 +58,10 @@ python -m hydra.inference.cli --model $folder_arg
 
     def recognises(self, files: Files) -> bool:
         assert files.weights is not None
-        return "hydra_num_heads" in (files.config or {}) or files.weights.name.startswith("hydra_")
+        return "hydra_num_heads" in files.config or files.weights.name.startswith("hydra_")
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config, names = files.config or {}, files.shapes
+        config, names = files.config, files.shapes
         prefix = any(name.startswith(_PREFIX) for name in names)
         arch = config.get("hydra_head_arch", "prefix-mlp" if prefix else "mlp")
         if arch != ("prefix-mlp" if prefix else "mlp"):
@@ -90,8 +91,7 @@ python -m hydra.inference.cli --model $folder_arg
             "hidden_size": own.hidden_size, "vocab_size": own.vocab_size, "draft_vocab_size": own.vocab_size,
         }  # fmt: skip
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, HydraConfig)
+    def names(self, head: HydraConfig, found: Collection[str] = ()) -> dict[str, str]:
         names: dict[str, str] = {}
         for i in range(head.num_heads):
             for j in range(head.num_layers):
@@ -108,16 +108,14 @@ python -m hydra.inference.cli --model $folder_arg
             names["prefix.norm.weight"] = f"{_PREFIX}norm.weight"
         return names
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        assert isinstance(head, HydraConfig)
+    def translate(self, files: Files, head: HydraConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         # The prefix layer is a complete one-layer model whose inputs are vectors: its embeddings are never used.
         return full_vocabulary(head), {
             f"{_PREFIX}embed_tokens.weight",
             f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
         }
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, HydraConfig)
+    def refusals(self, head: HydraConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         wrong = tap_refusals(head, base) + scaled_embeddings(base) + vocabulary_refusals(head)
         later = [
             (i, j, w) for i in range(head.num_heads) for j in range(2, head.num_layers) for w in ("weight", "bias")
@@ -136,15 +134,12 @@ python -m hydra.inference.cli --model $folder_arg
             wrong += [unread] if (unread := _positions(base)) else LINEAR.refusals(head)
         return wrong
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, HydraConfig)
-        config = {
+    def config(self, head: HydraConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        return {
             "base_model_name_or_path": base_name(base), "hydra_num_heads": head.num_heads,
             "hydra_num_layers": head.num_layers, "hydra_head_arch": "prefix-mlp" if head.prefix_layer else "mlp",
             "grounded_heads": True, "hidden_state_offset": 0,
         }  # fmt: skip
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return ExportFiles(config, named, weights="hydra_lm_head.pt")
 
 
 def _positions(base: PreTrainedModel) -> str:

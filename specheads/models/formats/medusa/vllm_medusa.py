@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.heads import HeadConfig, MedusaConfig
+from specheads.heads import MedusaConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import architectures, flag, whole
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, dtype_of
+from specheads.models.formats.format import Format, check_sizes, count, dtype_of
+from specheads.models.formats.keys.config_table import architectures, flag, whole
 from specheads.models.formats.medusa.fasterdecoding import block_names, tap_refusals
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import vllm
@@ -38,11 +38,11 @@ class VllmMedusa(Format):
     serving: str = vllm("medusa")
 
     def recognises(self, files: Files) -> bool:
-        config = files.config or {}
+        config = files.config
         return config.get("model_type") == "medusa" or "MedusaModel" in architectures(config)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config, names = files.config or {}, files.shapes
+        config, names = files.config, files.shapes
         sizes = {name: whole(config, name) for name in ("hidden_size", "vocab_size")}
         check_sizes(files, sizes, base)
         heads = count(files, "blocks.")
@@ -68,13 +68,12 @@ class VllmMedusa(Format):
         flag(config, "original_lm_head")  # read again with the tensors
         return {**sizes, "num_heads": heads, "num_layers": layers, "draft_vocab_size": draft}
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        assert isinstance(head, MedusaConfig)
+    def names(self, head: MedusaConfig, found: Collection[str] = ()) -> dict[str, str]:
         outputs = {f"lm_heads.{h}.weight": f"lm_heads.{h}.weight" for h in range(head.num_heads)}
         return block_names(head, "blocks.{h}.layers.{l}.{what}") | outputs
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        assert isinstance(head, MedusaConfig) and head.hidden_size and head.vocab_size and head.draft_vocab_size
+    def translate(self, files: Files, head: MedusaConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        assert head.hidden_size and head.vocab_size and head.draft_vocab_size
         vocab, draft, found = head.vocab_size, head.draft_vocab_size, files.shapes
         if "token_map" in found:
             translated, consumed = vocabulary.from_token_map(files, vocab, draft), {"token_map"}
@@ -85,7 +84,7 @@ class VllmMedusa(Format):
                 )
             translated, consumed = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
         ids = torch.arange(draft) + translated["d2t"]
-        shared, read = flag(files.config or {}, "original_lm_head"), dict[str, Tensor]()
+        shared, read = flag(files.config, "original_lm_head"), dict[str, Tensor]()
         for h in range(head.num_heads):
             own = f"lm_heads.{h}.weight"
             theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in found), own) if shared else own
@@ -108,26 +107,28 @@ class VllmMedusa(Format):
             }
         return translated, consumed
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, MedusaConfig)
+    def refusals(self, head: MedusaConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         return tap_refusals(head, base)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, MedusaConfig)
+    def config(self, head: MedusaConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         config = {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": head.hidden_size,
             "vocab_size": head.vocab_size, "truncated_vocab_size": head.vocab_size, "num_heads": head.num_heads,
             "num_hidden_layers": head.num_layers, "medusa_fc_bias": True, "original_lm_head": False,
             "torch_dtype": dtype_of(tensors),
         }  # fmt: skip
-        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        if head.draft_vocab_size != head.vocab_size:
+            config["draft_vocab_size"] = head.draft_vocab_size
+        return config
+
+    def rename(self, head: MedusaConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        named = super().rename(head, tensors, base)
         if head.draft_vocab_size != head.vocab_size:
             assert head.vocab_size
-            ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+            named["token_map"] = ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
             for h in range(head.num_heads):
                 named[f"lm_heads.{h}.weight"] = all_rows(tensors[f"lm_heads.{h}.weight"], ids, head.vocab_size)
-            named["token_map"], config["draft_vocab_size"] = ids, head.draft_vocab_size
-        return ExportFiles(config, named)
+        return named
 
 
 def all_rows(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from specheads.hub import cached_commits, commit_of
 from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_names
-from specheads.models.formats.shards import INDEX, read_index
+from specheads.models.formats.files import INDEX, read_index
 
 _STEM = "mtp"  # sorts after model*.safetensors, so readers that load every file end up with its tensors
 _SOLE = "model-00001-of-00002.safetensors"  # what WEIGHTS is renamed to: readers that find WEIGHTS ignore the index

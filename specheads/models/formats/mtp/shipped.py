@@ -17,16 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import text_config
-from specheads.heads import HeadConfig, MtpConfig
+from specheads.heads import MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.models.files import CONFIG, CheckpointError, read_header, read_table
-from specheads.models.formats.config_values import table
-from specheads.models.formats.files import Files
+from specheads.models.formats.files import INDEX, Files, refuse_paths
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
+from specheads.models.formats.keys.config_table import table
 from specheads.models.formats.mtp.beside import BaseFiles
 from specheads.models.formats.mtp.layer_tensors import LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
-from specheads.models.formats.shards import INDEX, refuse_paths
 from specheads.options import listing, shown
 
 _NESTED, _ZERO_FIRST = "text_config", "specheads_zero_first_embedding"
@@ -124,20 +123,20 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
     def recognises(self, files: Files) -> bool:
         if files.pickled:
             return False
-        return refused(files.names) is not None or find_modules(files, _num_layers(files.config or {})) is not None
+        return refused(files.names) is not None or find_modules(files, _num_layers(files.config)) is not None
 
     def ignores(self, path: tuple[str, ...]) -> bool:
         """The config is the base's, which transformers reads; of the modules' keys, those that their tensors show."""
         return path[-1] in _SHOWN or not _OF_MODULES.search(path[-1])
 
     def base_of(self, files: Files) -> str | None:
-        named = (files.config or {}).get("base_model_name_or_path")
+        named = files.config.get("base_model_name_or_path")
         return named if isinstance(named, str) and named else str(files.folder or files.source)
 
     def part_of(self, files: Files) -> Files:
         if (why := refused(files.names)) is not None:
             raise CheckpointError(f"{files} holds MTP modules that no head here can hold: {why}")
-        layers = _num_layers(files.config or {})
+        layers = _num_layers(files.config)
         modules = find_modules(files, layers)
         assert modules is not None
         naming, prefix, count = modules
@@ -153,7 +152,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         return ModuleFiles(files, wanted)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config, layers = files.config or {}, text_config(base).num_hidden_layers
+        config, layers = files.config, text_config(base).num_hidden_layers
         if (modules := find_modules(files, layers)) is None:
             raise CheckpointError(f"{files} holds MTP modules of a target with another number of layers than {layers}")
         naming = modules.naming
@@ -184,7 +183,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         """For each module layer, the target layer of the same form, by its tensors, and of the type that the config
         gives to module layers, if it does (Mellum). CheckpointError if none matches."""
         convert, forms, target = LayerTensors(config), layer_forms(config), TargetLayers(config)
-        given = files.config or {}
+        given = files.config
         types = (table(given, _NESTED) or given).get("mtp_layer_types") or []
         found: list[int] = []
         for j in range(len(modules.naming.layers)):
@@ -206,11 +205,11 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
                 raise CheckpointError(f"{files}: layer {j} of its MTP module is like none of the target's: {why}")
         return tuple(found)
 
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: MtpConfig, found: Collection[str] = ()) -> dict[str, str]:
         return {}  # all are translated
 
-    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        assert isinstance(head, MtpConfig) and head.target_config and head.layer_indices
+    def translate(self, files: Files, head: MtpConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        assert head.target_config and head.layer_indices
         layers = text_config(base).num_hidden_layers
         modules = find_modules(files, layers)
         assert modules is not None
@@ -237,8 +236,8 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
                 )
         return tensors, set(files.shapes)
 
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        assert isinstance(head, MtpConfig) and head.layer_indices
+    def refusals(self, head: MtpConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert head.layer_indices
         kind = text_config(base).model_type
         if (naming := naming_of(kind)) is None:
             return [f"models of type {kind} have no such modules in the programs that read them"]
@@ -277,18 +276,21 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
                         "modules with layer_indices of a layer of that form"]  # fmt: skip
         return []
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, MtpConfig)
+    def config(self, head: MtpConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        naming, folder = naming_of(text_config(base).model_type), BaseFiles.of(base).folder
+        assert naming is not None
+        config = None if folder is None else read_table(folder / CONFIG)
+        config = json.loads(base.config.to_json_string()) if config is None else config
+        (table(config, _NESTED) or config)[naming.count] = head.num_modules
+        config.pop(_ZERO_FIRST, None)
+        return config | ({_ZERO_FIRST: True} if head.zero_first_embedding else {})
+
+    def write(self, head: MtpConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         naming, layers = naming_of(text_config(base).model_type), text_config(base).num_hidden_layers
         assert naming is not None
         named, of_base = self._named(naming, head, tensors, layers), BaseFiles.of(base)
         kept = of_base.without(naming.all_names(of_base.weights, layers))
-        config = None if kept.folder is None else read_table(kept.folder / CONFIG)
-        config = json.loads(base.config.to_json_string()) if config is None else config
-        (table(config, _NESTED) or config)[naming.count] = head.num_modules
-        config.pop(_ZERO_FIRST, None)
-        if head.zero_first_embedding:
-            config[_ZERO_FIRST] = True
+        config = self.config(head, tensors, base)
         return ExportFiles(config, named, kept.new_file, {INDEX: kept.index(named)}, kept.links())
 
     def _named(self, naming: Naming, head: MtpConfig, tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:

@@ -12,10 +12,9 @@ from specheads.decoding.verify.hf_base import text_config
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.heads.layers.decoder import DecoderConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import flag, real, whole
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
-from specheads.models.formats.keys.config_table import quoted
+from specheads.models.formats.keys.config_table import flag, quoted, real, whole
 from specheads.models.formats.parts import positions
 from specheads.options import shown
 
@@ -46,7 +45,7 @@ def block_options(
     """
     usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
     hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
-    for section in (files.config or {}, config):  # the same one, unless the decoder's is nested
+    for section in (files.config, config):  # the same one, unless the decoder's is nested
         _refuse_windows(files, section)
         if (target := section.get("target_hidden_size")) not in (None, hidden):
             raise CheckpointError(

@@ -31,8 +31,8 @@ from transformers.utils import logging
 from specheads.decoding.verify.hf_base import layer_count, text_config
 from specheads.decoding.verify.taps import last_output
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import table, wholes
 from specheads.models.formats.files import Files
+from specheads.models.formats.keys.config_table import table, wholes
 
 logger = logging.get_logger(__name__)
 
@@ -48,6 +48,17 @@ SGLANG_LAST = ("gpt_oss", "gemma4", "gemma4_text", "minimax_m3_vl")
 SGLANG_LAST_OF_BLOCKS = (*SGLANG_LAST, "laguna", "lfm2", "lfm2_moe", "nemotron_h")
 LLAMACPP_LAST = ("gpt_oss",)  # of others it would give the norm's output
 LLAMACPP_LAST_OF_BLOCKS = ("deepseek_v4", "mimo_v2_flash", "nemotron_h")
+# Families of which llama.cpp hands out the layers' inputs, by model_type of the language model in transformers. For any
+# other its server ends at the first request with "layer input tensor is null". From llama.cpp b11434: the sources in
+# src/models that set t_layer_inp, and the models that are built by them. bailing_moe_v3, nanbeige and qwen4exp have no
+# class in transformers.
+LLAMACPP = "b11434"
+LLAMACPP_FAMILIES = (
+    "bailing_hybrid", "bailing_moe_v3", "deepseek_v4", "gemma4", "gemma4_text", "gemma4_unified_text", "gpt_oss",
+    "hunyuan_v1_dense", "hunyuan_vl_text", "lfm2", "lfm2_moe", "llama", "mimo_v2_flash", "minimax", "minimax_m2",
+    "mistral", "mixtral", "muse_glimmer_text", "nanbeige", "nemotron_h", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
+)  # fmt: skip
 
 
 def families(base: PreTrainedModel) -> set[str]:
@@ -164,3 +175,14 @@ def read_output_ids(files: Files, config: dict[str, Any], key: str, base: PreTra
     if not (ids := wholes(config, key)):
         raise CheckpointError(f"{files}: its config has no {key}, the layers of the target that it reads")
     return taps_at((i + 1 for i in ids), base)
+
+
+def llamacpp_refusals(base: PreTrainedModel) -> list[str]:
+    """The reason why llama.cpp cannot draft for this base; [] if it can."""
+    found = families(base)
+    if found & set(LLAMACPP_FAMILIES) and "mistral3" not in found:  # of a vision model llama.cpp builds another class
+        return []
+    return [
+        f"llama.cpp {LLAMACPP} gives no layer inputs of {' or '.join(sorted(found))}, so its server would end at the "
+        f"first request; it does for {', '.join(LLAMACPP_FAMILIES)}: serve the head by another program"
+    ]

@@ -14,8 +14,8 @@ from transformers.utils import logging as hf_logging
 from specheads.heads.layers.decoder import DecoderConfig
 from specheads.heads.layers.rope import USUAL_THETA, complete_rope, rope_options
 from specheads.models.files import CheckpointError
-from specheads.models.formats.config_values import flag, real, table, whole, wholes
 from specheads.models.formats.files import Files
+from specheads.models.formats.keys.config_table import flag, real, table, whole, wholes
 from specheads.options import shown
 
 logger = hf_logging.get_logger(__name__)

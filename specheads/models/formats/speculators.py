@@ -1,0 +1,160 @@
+"""The `speculators` format, which vLLM serves directly: EAGLE-3, DSpark and DFlash. Its config nests the decoder's.
+
+DSpark and DFlash draft a block in one pass, in which slots attend both ways. Each slot predicts the next position, or,
+as in DFlash, its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.heads import Eagle3Config, ParallelConfig
+from specheads.heads.feature import FeatureHeadConfig
+from specheads.models.files import CheckpointError
+from specheads.models.formats.blocks import parallel
+from specheads.models.formats.eagle import eagle3
+from specheads.models.formats.files import Files
+from specheads.models.formats.format import Format
+from specheads.models.formats.keys.config_table import flag, table, whole, wholes
+from specheads.models.formats.parts import vocabulary
+from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.parts.layer_ids import KEY, boundaries, refusal_reason, taps_at
+from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, base_name, vllm, vllm_gpu
+from specheads.options import shown
+
+VERSION = "0.9.0"
+_BLOCK, _LAYERS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class SpeculatorsEagle3(Format):
+    kind: ClassVar[str] = Eagle3Config.kind
+    config_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
+    classes: ClassVar[str] = r"Eagle3\w*"
+    engine: str = "speculators"
+    title: str = "speculators EAGLE-3"
+    versions: str = f"speculators {VERSION}, vLLM 0.28 to 0.33"
+    serving: str = vllm("eagle3", HUB_ID)
+    embeds: bool | None = True
+
+    def recognises(self, files: Files) -> bool:
+        return "speculators_model_type" in files.config
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config
+        if (kind := config.get("speculators_model_type")) != "eagle3":
+            raise CheckpointError(
+                f"{files} is a speculators head of type {shown(kind)}; eagle3, dflash and dspark ones are read here"
+            )
+        if "norm_before_residual" not in config:
+            raise CheckpointError(
+                f"{files}: its config does not say norm_before_residual, which vLLM takes for true and others for "
+                "false; write what it was trained with into config.json"
+            )
+        return eagle3.read_options(files, config, table(config, _BLOCK), base)
+
+    def names(self, head: Eagle3Config, found: Collection[str] = ()) -> dict[str, str]:
+        return eagle3.tensor_names(head, "layers.0.")
+
+    def translate(self, files: Files, head: Eagle3Config, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return eagle3.translate_shared(files, head, base, table(files.config, _BLOCK))
+
+    def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        return list(filter(None, [refusal_reason(head.taps or (), base)]))
+
+    def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        norms = {theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}
+        layers = {KEY: boundaries(head.taps or (), base)}
+        return _config("Eagle3", head, tensors, base, {**norms, "embed_requires_grad": False, **layers}, "llama")
+
+    def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
+        return super().rename(head, tensors, base) | vocabulary.offsets(tensors)
+
+
+@dataclass(frozen=True)
+class SpeculatorsBlocks(parallel.Parallel):
+    """name: DSpark or DFlash, as in the names of classes.
+
+    DFlash heads with sample_from_anchor are read too, but written as DSpark: vLLM supports them under no other method.
+    """
+
+    name: str = "DSpark"
+    classes: str = r"DSpark\w*"
+    takes_draft_vocabulary: bool = True
+    last: Collection[str] | None = None
+
+    def recognises(self, files: Files) -> bool:
+        return files.config.get("speculators_model_type") == self.name.lower()
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config
+        if not (layers := wholes(config, _LAYERS)):
+            raise CheckpointError(f"{files}: its config has no {_LAYERS}")
+        options = parallel.read_options(
+            files, config, table(config, _BLOCK), base, taps_at(layers, base),
+            whole(config, "mask_token_id", least=0), whole(config, "block_size", 8),
+        )  # fmt: skip
+        if self.takes_markov:
+            return options | parallel.read_dspark_options(files, config, markov_rank=256, confidence=True)
+        return options | {"sample_from_anchor": flag(config, "sample_from_anchor")}
+
+    def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+        own = {
+            "block_size": head.block_size, _LAYERS: boundaries(head.taps or (), base),
+            "mask_token_id": head.mask_token_id,
+            # Only matters for sliding layers, of which there are none; but vLLM 0.32 takes false as "all are causal".
+            "sliding_window_non_causal": True, "sample_from_anchor": head.sample_from_anchor,
+            **(parallel.dspark_keys(head) if self.takes_markov else {}),
+        }  # fmt: skip
+        return _config(self.name, head, tensors, base, own, "qwen3")
+
+
+def _config(
+    name: str, head: Any, tensors: dict[str, Tensor], base: PreTrainedModel, keys: dict[str, Any], block: str
+) -> dict[str, Any]:
+    """The config of a head of the class `name`. keys: those of its kind. block: the model_type of its decoder."""
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": head.served_depth, "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }  # fmt: skip
+    verifier = {"name_or_path": base_name(base), "architectures": base.config.architectures or [type(base).__name__]}
+    return {
+        "architectures": [f"{name}DraftModel"], "auto_map": {"": f"config.{name}SpeculatorConfig"},
+        "speculators_model_type": name.lower(), "speculators_version": VERSION,
+        "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, "tie_word_embeddings": False, **keys,
+        **_nested_block(head, tensors, base, block),
+        "speculators_config": {
+            "algorithm": name.lower(), "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+    }  # fmt: skip
+
+
+def _nested_block(
+    head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
+) -> dict[str, Any]:
+    """The dtype and the nested decoder config of a speculators config."""
+    block = block_config(head, tensors, base) | {"model_type": model_type, "rope_parameters": head.rope_parameters}
+    dtype = block.pop("torch_dtype")
+    for name in ("rope_theta", "rope_scaling"):
+        block.pop(name, None)
+    return {"dtype": dtype, _BLOCK: block | {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}}
+
+
+FORMATS = (
+    SpeculatorsBlocks(
+        "speculators", "speculators DFlash", f"speculators {VERSION}, vLLM 0.32 and 0.33",
+        vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}"), name="DFlash", classes=r"DFlash(Draft|Speculator)\w*",
+        from_anchor=False,
+    ),
+    SpeculatorsBlocks(
+        "speculators", "speculators DSpark", f"speculators {VERSION}, vLLM 0.33",
+        f"{vllm_gpu('dspark')}\n{HUB_ID}\n", takes_markov=True,
+    ),
+    SpeculatorsEagle3(),
+)  # fmt: skip

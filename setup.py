@@ -22,20 +22,16 @@ setup(
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",
-        "accelerate>=1.15",
         "safetensors>=0.5",
         "numpy>=1.26",
-        "datasets>=4.0",
-        "peft>=0.19.1",
         "pyyaml>=6.0",
-        "rich>=13.0",
-        "typer>=0.28",
     ],
     extras_require={
+        "train": ["accelerate>=1.15", "datasets>=4.0", "peft>=0.19.1"],
+        "cli": ["rich>=13.0", "typer>=0.28"],
         "deepspeed": ["deepspeed>=0.18"],
         "qlora": ["bitsandbytes>=0.46"],
         "self_distill": ["openai>=3.0"],
-        "sweep": ["matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],
         "dev": [
             "pytest>=8.0",

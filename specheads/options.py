@@ -4,6 +4,7 @@ values that they quote, since files are untrusted."""
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -79,6 +80,12 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name most similar to this one; None if none is similar."""
     near = difflib.get_close_matches(str(name), known, n=1) if len(str(name)) <= _LONGEST else []
     return near[0] if near else None
+
+
+def require_packages(extra: str, *names: str) -> None:
+    """ImportError, with the extra of specheads that installs them, unless these packages are installed."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise ImportError(f"{' and '.join(missing)} not installed: pip install 'specheads[{extra}]'")
 
 
 def refuse_class(argument: str, value: object, what: str, method: str) -> None:

@@ -36,7 +36,7 @@ def export(
         typer.Option(help="llama.cpp's checkout or converter: also write GGUF files of base and head (llamacpp)."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Load the result with that program's own code, if it is installed.")
+        bool, typer.Option("--check", help="Compare what transformers reads of the result with the head.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -25,10 +25,6 @@ OPTIONAL = {
     "openai": "rows that servers answer (self-distillation)",
     "matplotlib": "pictures of sweeps and training curves",
     "xgrammar": "grammar-constrained generation",
-    "gguf": "export --to llamacpp --check",
-    "speculators": "export --to speculators --check",
-    "vllm": "export --to vllm --check",
-    "nvidia-modelopt": "export --to modelopt --check",
 }
 
 

@@ -83,7 +83,7 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Results folder; an interrupted sweep resumes from it.")] = Path(
         "runs/sweep"
     ),
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures; needs specheads[sweep].")] = True,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures; needs specheads[plots].")] = True,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,

@@ -70,7 +70,9 @@ def test_what_the_document_adds_decodes(registries, scope, tmp_path, monkeypatch
     assert PLANS.build("fork:3").num_nodes == 7 and PLANS.usage("fork") == "fork:DEPTH[,WIDTH]"
     weights = zip(scope["model"].head.state_dict().values(), scope["again"].head.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in weights)
-    assert export_checks.check(tmp_path / "served", "toy", scope["model"]).startswith("not checked: nothing here reads")
+    assert export_checks.check(tmp_path / "served", scope["model"]).startswith(
+        "not checked: transformers reads no such"
+    )
 
 
 def test_a_floor_of_1_rejects_every_draft_and_one_of_0_none(registries, scope):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.data import row_forms
 from specheads.hub import did_you_mean, hub_options
+from specheads.options import require_packages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,6 +36,7 @@ def load_dataset_rows(
     Raises FileNotFoundError for a source that does not exist, ValueError for one that is empty, of an unknown kind or
     without a text, messages, input_ids or (if named) prompt column.
     """
+    require_packages("train", "datasets")
     import datasets
 
     files = source_name(source)

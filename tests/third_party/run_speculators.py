@@ -24,11 +24,11 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
-from specheads.models import export_checks
 from tests.reference.foreign_rope import SCALED
 from tests.support.assert_drafts import assert_drafts
 from tests.support.heads_on_disk import trained
 from tests.support.tiny_models import tiny_llama
+from tests.third_party.check_export import by_speculators
 
 CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},
@@ -127,7 +127,7 @@ def blocks(folder, base):
         out = model.export(folder / name, "speculators")
         theirs = loaded_block(out, kind)
         assert_drafts(model, block_of(theirs), target_ids(theirs) if model.head.narrow else None)
-        found = export_checks.check(out, "speculators", model)
+        found = by_speculators(out, model)
         print(f"{name}: its backbone (and Markov head) give our draft logits; {found}")
         theirs.save_pretrained(folder / f"{name}-saved")
         again = SpecModel.from_pretrained(folder / f"{name}-saved", base=base)
@@ -153,7 +153,7 @@ def main() -> None:
         out = model.export(folder / name.replace(" ", "-"), "speculators")
         theirs = loaded(out)
         assert_drafts(model, forward_of(theirs, model.head.layers), target_ids(theirs))
-        print(f"{name}: its forward gives our draft logits; {export_checks.check(out, 'speculators', model)}")
+        print(f"{name}: its forward gives our draft logits; {by_speculators(out, model)}")
         theirs.save_pretrained(folder / f"{name}-saved")
         again = SpecModel.from_pretrained(folder / f"{name}-saved", base=base)
         assert again.head.layers == model.head.layers

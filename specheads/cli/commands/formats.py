@@ -31,7 +31,7 @@ def export(
         "written": str(folder), "form": form.title, "written_for": form.versions,
         "files": sorted(path.name for path in folder.iterdir()), "read_next": str(folder / "README.md"),
     }  # fmt: skip
-    return {**record, "check": export_checks.check(folder, to, model)} if check else record
+    return {**record, "check": export_checks.check(folder, model)} if check else record
 
 
 def import_head(

@@ -23,7 +23,7 @@ from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LiveTeacher, Teacher, tap_base
-from specheads.options import reason, refuse_unknown, shown
+from specheads.options import reason, refuse_unknown, require_packages, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: it takes half a second
@@ -103,6 +103,7 @@ class JointConfig:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def lora_config(self) -> LoraConfig:
+        require_packages("train", "peft")
         from peft import LoraConfig
 
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)

@@ -1,5 +1,5 @@
-"""What debug=True prints: each step's accepted and rejected drafts and the target's own token; for beam search, its
-candidates."""
+"""What debug=True prints: each step's drafts, accepted and rejected, and the target's own token; for beam search, its
+candidates. A rule counts the drafts, before an end token cuts the text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,56 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from specheads.compat.witness import Witness
+from specheads.decoding.acceptance import Acceptance, Exact, TargetProbs, Verdict
+from specheads.decoding.probs.sampler import Sampler
 from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED, has_colors, make_console, printable, write
+
+
+class CountingRule(Acceptance):
+    """Wraps another rule, for chains and one row. drafted, accepted: numbers of tokens so far.
+
+    An end token may be in the middle of a draft. The reference functions count the whole draft, including tokens
+    accepted after the end token; `Step` counts only those in the text.
+    """
+
+    def __init__(self, rule: Acceptance) -> None:
+        self.rule = rule
+        self.drafted = self.accepted = 0
+        self._last: tuple[list[int], int] = ([], 0)
+
+    @property
+    def lossless(self) -> bool:
+        return self.rule.lossless
+
+    @property
+    def requires_draft_probs(self) -> bool:
+        return self.rule.requires_draft_probs
+
+    @property
+    def uses_draft_probs(self) -> bool:
+        return self.rule.uses_draft_probs
+
+    def is_exact(self, sampler: Sampler) -> bool:
+        return False  # otherwise judge() would not be called
+
+    def judge(self, target: TargetProbs) -> Verdict:
+        rule = Exact() if self.rule.is_exact(target.sampler) else self.rule
+        verdict = rule.judge(target)
+        nodes = zip(target.tree.tokens[0].tolist(), target.tree.topology.drafted[0].tolist(), strict=True)
+        draft, accepted = [token for token, drafted in nodes if drafted], int(verdict.length[0]) - 1
+        self.drafted, self.accepted = self.drafted + len(draft), self.accepted + accepted
+        self._last = draft, accepted
+        return verdict
+
+    def take(self) -> tuple[list[int], int]:
+        """The last step's draft, and the number of its tokens that were accepted; ([], 0) if nothing was drafted."""
+        last, self._last = self._last, ([], 0)
+        return last
+
+    @property
+    def rate(self) -> float:
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
 
 
 class Printer:
@@ -42,10 +90,10 @@ class Printer:
 
 
 class StepPrinter(BaseStreamer):
-    """A streamer for generate(). witness: where the drafts are read; None if nothing drafts."""
+    """A streamer for generate(). counts: where the drafts are read; None if nothing drafts."""
 
-    def __init__(self, printer: Printer, witness: Witness | None) -> None:
-        self.printer, self.witness = printer, witness
+    def __init__(self, printer: Printer, counts: CountingRule | None) -> None:
+        self.printer, self.counts = printer, counts
         self.text: list[int] = []
         self.prompt_seen = False
 
@@ -54,9 +102,9 @@ class StepPrinter(BaseStreamer):
             self.prompt_seen = True
             return
         tokens, number = value.flatten().tolist(), len(self.text)
-        draft, accepted = self.witness.take() if self.witness else ([], 0)
+        draft, accepted = self.counts.take() if self.counts else ([], 0)
         self.text += tokens
-        if self.witness is None or not number:
+        if self.counts is None or not number:
             self.printer.line(f"token {number}:", (tokens, OWN))
             return
         own = tokens[accepted:]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TopKLogitsWarper
 
-from specheads.compat.plain import checked_model, checked_row, generate_plainly
+from specheads.compat.plain import checked_model, checked_row, generate_raw
 from specheads.compat.processors import top_k_of, whole
 from specheads.decoding.drafters import DraftModel
 from specheads.decoding.planner import SampledTree, chain
@@ -39,7 +39,7 @@ def generate_draft(
     model: the drafter of `set_models` unless given.
     """
     model = _given("model", model, "drafter")
-    out = generate_plainly(
+    out = generate_raw(
         model, checked_row("ids", ids), whole("max_new_tokens", max_new_tokens),
         processors=[TopKLogitsWarper(whole("k", k))], do_sample=k > 1, output_logits=True,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def speculative_decode(
         raise TypeError("models are keywords: speculative_decode(ids, max_tokens, target=..., drafter=...)")
     max_tokens, gamma, k = whole("max_tokens", max_tokens), whole("gamma", gamma), whole("k", k)
     target, drafter = _given("target", target, "target"), _given("drafter", drafter, "drafter")
-    out = generate_plainly(
+    out = generate_raw(
         target, checked_row("ids", ids), max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1,
         draft=DraftModel(drafter), tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
     )  # fmt: skip

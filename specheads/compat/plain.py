@@ -17,7 +17,7 @@ from specheads.decoding.verify.hf_base import text_config, unwrapped
 from specheads.options import shown
 
 
-def generate_plainly(
+def generate_raw(
     model: PreTrainedModel,
     ids: Tensor,
     max_new_tokens: int,

@@ -1,28 +1,31 @@
-"""https://github.com/romsto/Speculative-Decoding: its generation functions, which take and return lists of ids.
+"""https://github.com/romsto/Speculative-Decoding: its generation functions, which take and return lists of ids, and its
+n-gram storages, whose methods also take tensors of rows, and then return tensors.
 
 Its README calls the end tokens end_tokens_id, its code eos_tokens_id: all functions accept both names.
+Shapes: B rows, T ids in a row, K tokens after it, n ids in an n-gram.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.compat.debug import Printer, StepPrinter
-from specheads.compat.plain import checked_ids, checked_model, generate_plainly, room_for
+from specheads.compat.debug import CountingRule, Printer, StepPrinter
+from specheads.compat.plain import checked_ids, checked_model, generate_raw, room_for
 from specheads.compat.processors import GreedyProcessor, LogitsProcessor, whole
-from specheads.compat.witness import Witness
 from specheads.decoding.acceptance import Acceptance, Exact, NoResidual
-from specheads.decoding.drafters import DraftModel, NGram, NGramStorage
+from specheads.decoding.drafters import DraftModel, NGram, ngram
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.path_drafter import Paths
 from specheads.decoding.planner import Plan, SampledTree, chain
 from specheads.options import require_whole, shown
 
 EndTokens = int | list[int]
+Ids = Sequence[int] | Tensor
 
 
 def autoregressive_generate(
@@ -86,7 +89,7 @@ def speculative_generate(
 
 def ngram_assisted_speculative_generate(
     inputs: list[int],
-    ngramstorage: NGramStorage,
+    ngramstorage: ngram.NGramStorage,
     target: PreTrainedModel,
     tokenizer: Any = None,
     gamma: int = 5,
@@ -107,7 +110,7 @@ def ngram_assisted_speculative_generate(
     filler_top_k, stop_if_unknown: see `NGram`. Sampled text also has the target's distribution.
     """
     target = checked_model("target", target)
-    if not isinstance(ngramstorage, NGramStorage):
+    if not isinstance(ngramstorage, ngram.NGramStorage):
         raise TypeError(f"ngramstorage={shown(ngramstorage)} must be a storage: NGramStorage(n=3, vocab_size=...)")
     whole("gamma", gamma)
     require_whole("filler_top_k", filler_top_k)
@@ -169,15 +172,15 @@ def _generate(
     tokenizer: Any = None,
 ) -> tuple[list[int], float]:
     ids, processor = checked_ids("inputs", inputs), _checked(processor)
-    witness = Witness(accept or Exact())
-    shown_steps = StepPrinter(Printer(tokenizer, ends), witness if drafter else None) if debug else None
-    out = generate_plainly(
+    counts = CountingRule(accept or Exact())
+    shown_steps = StepPrinter(Printer(tokenizer, ends), counts if drafter else None) if debug else None
+    out = generate_raw(
         target, torch.tensor([ids]), room_for(target, len(ids), max_gen_len), processors=[processor],
-        do_sample=processor.do_sample, draft=drafter, tree=tree, accept=witness, eos_token_id=ends, pad_token_id=0,
+        do_sample=processor.do_sample, draft=drafter, tree=tree, accept=counts, eos_token_id=ends, pad_token_id=0,
         streamer=shown_steps,
     )  # fmt: skip
     found = out.sequences[0].tolist()
-    return found if target.config.is_encoder_decoder else found[len(ids) :], witness.rate
+    return found if target.config.is_encoder_decoder else found[len(ids) :], counts.rate
 
 
 def _checked(processor: Any) -> LogitsProcessor:
@@ -195,3 +198,46 @@ def _checked(processor: Any) -> LogitsProcessor:
             "write _process(logits) and sample(probs) instead"
         )
     return processor
+
+
+class NGramStorage(ngram.NGramStorage):
+    """Counts which ids follow contexts of n − 1, n − 2, …, 1 ids."""
+
+    def initialize(self, ids: Ids, start: int = 1) -> None:
+        """Count the ids of rows (B, T) or of a list."""
+        for row in rows_of(ids):
+            super().initialize(row, start)
+
+    def update(self, context: Ids, tokens: Ids) -> None:
+        """Count tokens (B, K) as following the rows (B, T); or both as lists."""
+        for row, own in zip(rows_of(context), rows_of(tokens), strict=True):
+            super().update(row, own)
+
+    def next_token(self, context: Ids, level: int | None = None) -> Any:
+        """Rows (B, T) → next tokens (B,) and whether each is known (B,); for a list, a token and a bool."""
+        answers = [super(NGramStorage, self).next_token(row, level) for row in rows_of(context)]
+        if not isinstance(context, Tensor):
+            return answers[0]
+        tokens, known = zip(*answers, strict=True)
+        return torch.tensor(tokens), torch.tensor(known, device=context.device)
+
+    def has_gram(self, gram: Ids) -> bool:
+        """Has the last id of `gram` been counted after the ids before it, or after the last few of them?"""
+        (row,) = rows_of(gram)
+        return len(row) >= min(self.levels) + 1 and any(
+            row[-1] in found.counts
+            for level in self.levels
+            if (found := self._known[level].get(tuple(row[:-1][-level:]))) is not None
+        )
+
+
+class OneLevelNGramStorage(NGramStorage, ngram.OneLevelNGramStorage):
+    """Counts which ids follow contexts of n − 1 ids, and of no other length."""
+
+
+def rows_of(ids: Ids) -> list[list[int]]:
+    """Rows (B, T), or one row (T,) as a tensor or list → a list of rows."""
+    if not isinstance(ids, Tensor):
+        return [list(ids)]
+    rows: list[list[int]] = ids.reshape(-1, ids.shape[-1]).tolist()
+    return rows

@@ -1,5 +1,6 @@
-"""Loads an export with the code of the program it was written for, and compares what that holds with the head. Not a test
-of the suite: it needs that program, in an environment made as in the first lines of run_vllm.py, run_speculators.py …
+"""Loads an export with the code of the program it was written for, and compares what that holds with the head.
+
+Not a test of the suite: it needs that program, in an environment made as in the first lines of run_vllm.py and others.
 
     PYTHONPATH=. python tests/third_party/check_export.py HEAD FOLDER ENGINE
 
@@ -139,8 +140,8 @@ def _location(name: str, shapes: dict[str, Tensor]) -> tuple[str, int]:
 
 
 def in_vllm(folder: str, base: str, method: str, depth: str, dtype: str, out: str) -> None:
-    """In a process of its own: load the draft head in `folder` into vLLM, of `base` only the config, and write its tensors
-    as vLLM holds them to the file `out`."""
+    """In a process of its own: load the draft head in `folder` into vLLM, and write its tensors, as vLLM holds them, to
+    the file `out`. Of `base` only the config is used."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
     from vllm.config import set_current_vllm_config

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.compat.plain import generate_plainly
+from specheads.compat.plain import generate_raw
 
 # What chat templates use to drop the reasoning, which is part of the text to be predicted.
 _DROP_REASONING = "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
@@ -41,7 +41,7 @@ class AcceptanceRateValidation:
     def get_ground_truth(self, input_ids: Tensor, osl: int) -> Tensor:
         """The prompt (1, T) followed by the base's greedy text: at most `osl` tokens, including the end token."""
         end = self.end_token
-        return generate_plainly(self.model.base, input_ids, osl, eos_token_id=end, pad_token_id=end).sequences
+        return generate_raw(self.model.base, input_ids, osl, eos_token_id=end, pad_token_id=end).sequences
 
     def validate(
         self,

@@ -19,7 +19,7 @@ _LONGEST = 80  # most characters of a value or name that a message quotes
 
 
 @dataclass(frozen=True)
-class Advice:
+class Suggestion:
     """A value that an OptionError suggests, as opposed to one that was given."""
 
     value: object
@@ -28,15 +28,15 @@ class Advice:
 class OptionError(ValueError):
     """An error about options that have two spellings: name=value in Python and recipes, --name value on a command line.
 
-    str() uses the first spelling; a command prints said(its flags). The text has {name} for an option. `options` maps
-    the name to its value, to ... (show only the name), or to an Advice to give that value.
+    str() uses the first spelling; a command prints render(its flags). The text has {name} for an option. `options` maps
+    the name to its value, to ... (show only the name), or to a Suggestion to give that value.
     """
 
     def __init__(self, text: str, /, **options: object) -> None:
         self.text, self.options = text, options
-        super().__init__(self.said({}))
+        super().__init__(self.render({}))
 
-    def said(self, flags: Mapping[str, str], typed: Collection[str] | None = None) -> str:
+    def render(self, flags: Mapping[str, str], typed: Collection[str] | None = None) -> str:
         """The text with the options in `flags`, such as {"batch_size": "--batch-size"}, spelled as flags.
 
         typed: the options given on the command line; others came from a file. None: all were typed.
@@ -47,9 +47,9 @@ class OptionError(ValueError):
             if name not in self.options:
                 return found[0]
             value = self.options[name]
-            shows_flag = typed is None or name in typed or value is ... or isinstance(value, Advice)
+            shows_flag = typed is None or name in typed or value is ... or isinstance(value, Suggestion)
             flag = flags.get(name) if shows_flag else None
-            value = value.value if isinstance(value, Advice) else value
+            value = value.value if isinstance(value, Suggestion) else value
             return _spelled(name, value, flag)
 
         return re.sub(r"\{([\w.]+)\}", spell, self.text)
@@ -85,7 +85,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 def require_packages(extra: str, *names: str) -> None:
     """ImportError, with the extra of specheads that installs them, unless these packages are installed."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
-        raise ImportError(f"{' and '.join(missing)} not installed: pip install 'specheads[{extra}]'")
+        raise ImportError(f"this needs {', '.join(missing)}: pip install 'specheads[{extra}]'")
 
 
 def refuse_class(argument: str, value: object, what: str, method: str) -> None:
@@ -160,4 +160,4 @@ def read_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error

@@ -25,7 +25,7 @@ def report(
     elif broken:
         message = f"the connection to the hub broke ({error}); start the command again"
     else:  # `said` is OptionError's; its module is not imported here, to keep --help fast
-        message = error.said(flags or {}, typed) if hasattr(error, "said") else str(error)
+        message = error.render(flags or {}, typed) if hasattr(error, "render") else str(error)
     say(program, message)
     return 2
 

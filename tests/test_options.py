@@ -5,13 +5,19 @@ import pickle
 import pytest
 
 from specheads.bench.sweep.grid import Sweep
-from specheads.options import OptionError, refuse_unknown
+from specheads.options import OptionError, refuse_unknown, require_packages
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.features.plan import SaveOptions
 from specheads.training.parity import ParityConfig
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from tests.support.command_line import run
 from train import features
+
+
+def test_a_missing_package_is_named_with_the_extra_that_installs_it():
+    require_packages("train", "torch")
+    with pytest.raises(ImportError, match=r"^this needs nothing_a, nothing_b: pip install 'specheads\[train\]'$"):
+        require_packages("train", "nothing_a", "torch", "nothing_b")
 
 
 def test_known_names_pass_and_the_first_unknown_one_is_named_with_its_nearest():
@@ -34,10 +40,10 @@ def test_an_option_is_spelled_as_the_front_door_has_it_with_its_value_or_alone()
                         allow_pickle=True, shard_mb=..., law="topk:8")  # fmt: skip
     assert str(error) == "dtype='in{law}8' and allow_pickle=True: give another shard_mb or law='topk:8'"
     flags = {"dtype": "--dtype", "allow_pickle": "--allow-pickle", "shard_mb": "--shard-mb"}
-    assert error.said(flags) == "--dtype in{law}8 and --allow-pickle: give another --shard-mb or law='topk:8'"
+    assert error.render(flags) == "--dtype in{law}8 and --allow-pickle: give another --shard-mb or law='topk:8'"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     of_a_file = "dtype='in{law}8' and --allow-pickle: give another --shard-mb or law='topk:8'"
-    assert error.said(flags, {"allow_pickle"}) == of_a_file
+    assert error.render(flags, {"allow_pickle"}) == of_a_file
 
 
 @pytest.mark.parametrize(

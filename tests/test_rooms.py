@@ -4,7 +4,6 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-import pytest
 from importlinter.cli import lint_imports
 
 import specheads
@@ -24,22 +23,22 @@ def packages():
     return ["specheads", *sorted(module.name for module in found if module.ispkg)]
 
 
-@pytest.mark.parametrize("name", packages())
-def test_no_module_is_hidden_behind_another_name_of_its_package(name):
+def test_no_module_is_hidden_behind_another_name_of_its_package():
     """`import specheads.a.b` and `from specheads.a import b` give the same module."""
-    package = importlib.import_module(name)
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name in ("__main__", "gguf_converter"):  # programs
-            continue
-        if module.name == "split_attention" and not HAS_TRITON:  # Triton's kernels
-            continue
-        found = importlib.import_module(f"{name}.{module.name}")
-        assert isinstance(getattr(package, module.name), ModuleType) and getattr(package, module.name) is found
+    for name in packages():
+        package = importlib.import_module(name)
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.name in ("__main__", "gguf_converter"):  # programs
+                continue
+            if module.name == "split_attention" and not HAS_TRITON:  # Triton's kernels
+                continue
+            imported, attribute = importlib.import_module(f"{name}.{module.name}"), getattr(package, module.name)
+            assert isinstance(attribute, ModuleType) and attribute is imported, f"{name}.{module.name}"
 
 
-@pytest.mark.parametrize("name", specheads.__all__)
-def test_every_public_name_is_there(name):
-    assert getattr(specheads, name) is not None and name in dir(specheads)
+def test_every_public_name_is_there():
+    for name in specheads.__all__:
+        assert getattr(specheads, name) is not None and name in dir(specheads), name
 
 
 def test_what_tools_of_other_toolkits_and_papers_are_called_by_stays_where_it_was():

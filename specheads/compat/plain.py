@@ -69,9 +69,9 @@ def checked_ids(name: str, given: Any) -> list[int]:
     ids = given.tolist() if isinstance(given, Tensor) and given.dim() == 1 else given
     if not isinstance(ids, list | tuple) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
-        raise TypeError(f"{name} must be a list of ids, tokenizer(text).input_ids say, not {what}")
+        raise TypeError(f"{name} must be a list of ids, such as tokenizer(text).input_ids, not {what}")
     if not ids:
-        raise ValueError(f"{name}=[] has nothing to continue; give at least one id (the BOS token, say)")
+        raise ValueError(f"{name}=[] has nothing to continue; give at least one id (such as the BOS token)")
     return list(ids)
 
 
@@ -80,7 +80,7 @@ def checked_row(name: str, given: Any) -> Tensor:
     if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != 1:
         what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
         raise TypeError(
-            f"{name} must be a tensor (1, T), tokenizer(text, return_tensors='pt').input_ids say, not {what}"
+            f"{name} must be a tensor (1, T), such as tokenizer(text, return_tensors='pt').input_ids, not {what}"
         )
     return given
 

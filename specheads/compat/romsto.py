@@ -153,7 +153,7 @@ def end_tokens(eos_tokens_id: Any, end_tokens_id: Any) -> list[int]:
     ids = list(given) if isinstance(given, list | tuple) else [given]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise TypeError(
-            f"{name}={shown(given)} must be an id or a list of ids, tokenizer.eos_token_id say; [] for none"
+            f"{name}={shown(given)} must be an id or a list of ids, such as tokenizer.eos_token_id; [] for none"
         )
     return ids
 
@@ -189,8 +189,8 @@ def _checked(processor: Any) -> LogitsProcessor:
         return GreedyProcessor()
     if not isinstance(processor, LogitsProcessor):
         raise TypeError(
-            f"logits_processor={shown(processor)} must be one of specheads.compat's, NucleusProcessor(...) say, or a "
-            "subclass of them"
+            f"logits_processor={shown(processor)} must be one of specheads.compat's, such as NucleusProcessor(...), "
+            "or a subclass of them"
         )
     if type(processor).__call__ is not LogitsProcessor.__call__:
         raise TypeError(

@@ -214,9 +214,10 @@ def build_head(config: HeadConfig, base: PreTrainedModel, tensors: dict[str, Ten
     if tensors is not None:
         # Copied, since tensors of a safetensors file are views of the file, which may be overwritten later. Converted
         # to one dtype, which layers need: the widest, which holds every value exactly.
-        dtype = widest_dtype(t for name, t in tensors.items() if changes_dtype(name, t))
+        in_layers = {name for name, t in tensors.items() if changes_dtype(name, t)}
+        dtype = widest_dtype([tensors[name] for name in in_layers])
         copies = {
-            name.removeprefix("head."): t.to(device, dtype if changes_dtype(name, t) else None, copy=True)
+            name.removeprefix("head."): t.to(device, dtype if name in in_layers else None, copy=True)
             for name, t in tensors.items()
         }
         head.load_state_dict(copies, strict=True, assign=True)

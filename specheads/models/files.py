@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specheads.options import Advice, OptionError, listing, reason, shortened
+from specheads.options import OptionError, Suggestion, listing, reason, shortened
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
@@ -133,7 +133,7 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
     if found:
         hint = ", or load it as it is with {allow_nonfinite}" if allowable else ""
         raise CheckpointError(
-            f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=Advice(True)
+            f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=Suggestion(True)
         )
 
 

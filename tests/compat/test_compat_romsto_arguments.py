@@ -64,7 +64,7 @@ class Called(compat.MultinomialProcessor):
         ({"end_tokens_id": [2, None]}, "end_tokens_id=[2, None] must be an id or a list of ids"),
         ({"target": "llama"}, "target='llama' must be a model"),
         ({"drafter": None}, "drafter=None must be a model"),
-        ({"inputs": "def main("}, "inputs must be a list of ids, tokenizer(text).input_ids say, not 'def main('"),
+        ({"inputs": "def main("}, "inputs must be a list of ids, such as tokenizer(text).input_ids, not 'def main('"),
         ({"inputs": torch.tensor([PROMPT])}, "not a tensor (1, 6)"),
         ({"inputs": []}, "inputs=[] has nothing to continue"),
         ({"logits_processor": Called(1.0)}, "Called has its own __call__"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specheads import CheckpointError, SpecModel, load_head
 from tests.reference import published_keys
-from tests.support.heads_on_disk import edit_config, trained
+from tests.support.heads_on_disk import edit_config, kept_files, trained
 from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -27,7 +27,8 @@ def saved(named, tmp_path):
 
 
 def refused(folder, message, base=None):
-    for loader in (SpecModel.from_pretrained, lambda source: load_head(base or tiny_llama(), source)):
+    base = base or tiny_llama()
+    for loader in (SpecModel.from_pretrained, lambda source: load_head(base, source)):
         with pytest.raises(CheckpointError, match=message):
             loader(folder)
 
@@ -41,37 +42,38 @@ def edit_tensors(folder, edit):
     save_file(tensors, path, metadata)
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda t: t.pop("head.fc.weight"), r"do not fit its head: missing \['head.fc.weight'\]$"),
-        (lambda t: t.pop("head.d2t"), r"missing \['head.d2t'\]$"),
-        (lambda t: t.update({"head.x": torch.ones(1)}), r"unexpected \['head.x'\]$"),
-        (lambda t: t.update({"base.lm_head.weight": torch.ones(1)}), r"unexpected \['base.lm_head.weight'\]$"),
-        (
-            lambda t: t.update({"head.fcc.weight": t.pop("head.fc.weight")}),
-            r"missing \['head.fc.weight'\]; unexpected \['head.fcc.weight'\]$",
-        ),
-        (lambda t: t.clear(), r"missing \['head.blocks.0"),
-        (
-            lambda t: t.update({"head.fc.weight": torch.ones(32, 95)}),
-            r"head.fc.weight has shape \(32, 95\), not \(32, 96\)$",
-        ),
-        (lambda t: t.update({"head.fc.weight": torch.ones(32 * 96)}), r"shape \(3072,\), not \(32, 96\)$"),
-        (
-            lambda t: t.update({"head.fc.weight": torch.ones(32, 96, dtype=torch.int64)}),
-            r"head.fc.weight is torch.int64, not torch.float32$",
-        ),
-        (lambda t: t.update({"head.d2t": torch.ones(40)}), r"head.d2t is torch.float32, not torch.int64$"),
-        (
-            lambda t: t.update({n: v.long() for n, v in t.items() if v.is_floating_point()}),
-            r"head.norm.weight is torch.int64, not torch.float32",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(saved, edit, message):
-    edit_tensors(saved, edit)
-    refused(saved, message)
+MISFITS = [
+    (lambda t: t.pop("head.fc.weight"), r"do not fit its head: missing \['head.fc.weight'\]$"),
+    (lambda t: t.pop("head.d2t"), r"missing \['head.d2t'\]$"),
+    (lambda t: t.update({"head.x": torch.ones(1)}), r"unexpected \['head.x'\]$"),
+    (lambda t: t.update({"base.lm_head.weight": torch.ones(1)}), r"unexpected \['base.lm_head.weight'\]$"),
+    (
+        lambda t: t.update({"head.fcc.weight": t.pop("head.fc.weight")}),
+        r"missing \['head.fc.weight'\]; unexpected \['head.fcc.weight'\]$",
+    ),
+    (lambda t: t.clear(), r"missing \['head.blocks.0"),
+    (
+        lambda t: t.update({"head.fc.weight": torch.ones(32, 95)}),
+        r"head.fc.weight has shape \(32, 95\), not \(32, 96\)$",
+    ),
+    (lambda t: t.update({"head.fc.weight": torch.ones(32 * 96)}), r"shape \(3072,\), not \(32, 96\)$"),
+    (
+        lambda t: t.update({"head.fc.weight": torch.ones(32, 96, dtype=torch.int64)}),
+        r"head.fc.weight is torch.int64, not torch.float32$",
+    ),
+    (lambda t: t.update({"head.d2t": torch.ones(40)}), r"head.d2t is torch.float32, not torch.int64$"),
+    (
+        lambda t: t.update({n: v.long() for n, v in t.items() if v.is_floating_point()}),
+        r"head.norm.weight is torch.int64, not torch.float32",
+    ),
+]
+
+
+def test_tensors_that_do_not_fit_are_named(saved):
+    for edit, message in MISFITS:
+        with kept_files(saved):
+            edit_tensors(saved, edit)
+            refused(saved, message)
 
 
 def test_a_truncated_file_is_refused_whatever_is_left(saved):
@@ -97,25 +99,25 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        raw({"head.fc.weight": entry(shape=(10**9, 10**9))}),
-        raw({"head.fc.weight": entry(shape=(10**12,), offsets=(0, 4 * 10**12))}),
-        raw({"head.fc.weight": entry(shape=(-1,))}),
-        raw({"head.fc.weight": entry(), "head.norm.weight": entry()}),
-        raw({"head.fc.weight": entry(), "head.norm.weight": entry(offsets=(2, 6))}, b"000000"),
-        raw({"head.fc.weight": entry(dtype="Pickle")}),
-        raw({"head.fc.weight": entry(offsets=(4, 0))}),
-        raw({}, length=2**60),
-        raw(b"[1, 2]"),
-        raw(b"\x80\x04not json"),
-        b"PK\x03\x04 a zip, as torch.save writes it" * 9,
-    ],
-)
-def test_a_hostile_header_is_refused(saved, content):
-    (saved / "model.safetensors").write_bytes(content)
-    refused(saved, "model.safetensors")
+HOSTILE = [
+    raw({"head.fc.weight": entry(shape=(10**9, 10**9))}),
+    raw({"head.fc.weight": entry(shape=(10**12,), offsets=(0, 4 * 10**12))}),
+    raw({"head.fc.weight": entry(shape=(-1,))}),
+    raw({"head.fc.weight": entry(), "head.norm.weight": entry()}),
+    raw({"head.fc.weight": entry(), "head.norm.weight": entry(offsets=(2, 6))}, b"000000"),
+    raw({"head.fc.weight": entry(dtype="Pickle")}),
+    raw({"head.fc.weight": entry(offsets=(4, 0))}),
+    raw({}, length=2**60),
+    raw(b"[1, 2]"),
+    raw(b"\x80\x04not json"),
+    b"PK\x03\x04 a zip, as torch.save writes it" * 9,
+]
+
+
+def test_a_hostile_header_is_refused(saved):
+    for content in HOSTILE:
+        (saved / "model.safetensors").write_bytes(content)
+        refused(saved, "model.safetensors")
 
 
 def test_damage_anywhere_gives_a_checkpoint_error_or_a_whole_head(saved):
@@ -149,39 +151,39 @@ def test_a_config_nested_deeper_than_any_is_refused(saved):
     refused(saved, "config.json is not JSON")
 
 
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        ({"kind": "cerberus"}, "does not describe a head this version knows: unknown head 'cerberus'; known: medusa"),
-        ({}, "unknown head None"),
-        ({"kind": "medusa", "num_heads": "five"}, "does not describe a head"),
-        ({"kind": "medusa", "num_heads": 0}, "num_heads=0 "),
-        ({"kind": "medusa", "newer": 1}, "unknown medusa head option 'newer'"),
-        ({"kind": "medusa", "hidden_size": -5, "vocab_size": 3}, "does not describe a head"),
-        ({"kind": "eagle3"}, "does not describe a head"),
-        (["medusa"], r"head must be a table of options, not \['medusa'\]"),
-        ("medusa", "head must be a table of options, not 'medusa'"),
-    ],
-)
-def test_a_config_that_describes_no_head_is_refused(saved, head, message):
-    edit_config(saved, head=head)
-    refused(saved, message)
+NO_HEADS = [
+    ({"kind": "cerberus"}, "does not describe a head this version knows: unknown head 'cerberus'; known: medusa"),
+    ({}, "unknown head None"),
+    ({"kind": "medusa", "num_heads": "five"}, "does not describe a head"),
+    ({"kind": "medusa", "num_heads": 0}, "num_heads=0 "),
+    ({"kind": "medusa", "newer": 1}, "unknown medusa head option 'newer'"),
+    ({"kind": "medusa", "hidden_size": -5, "vocab_size": 3}, "does not describe a head"),
+    ({"kind": "eagle3"}, "does not describe a head"),
+    (["medusa"], r"head must be a table of options, not \['medusa'\]"),
+    ("medusa", "head must be a table of options, not 'medusa'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"", "config.json is not JSON"),
-        (b"{'model_type': 'specheads'}", "config.json is not JSON"),
-        (b"\xff\xfe\x00garbage", "config.json is not JSON"),
-        (b"[]", r"config.json is not the config of a draft head \(model_type=None\)"),
-        (b"{}", r"model_type=None.*for a base model train one, `specheads train eagle3 base=.*convert\(\)"),
-        (b'{"model_type": "llama"}', r"model_type='llama'.*specheads.convert\(\)"),
-    ],
-)
-def test_a_config_that_is_none_is_refused(saved, text, message):
-    (saved / "config.json").write_bytes(text)
-    refused(saved, message)
+def test_a_config_that_describes_no_head_is_refused(saved):
+    for head, message in NO_HEADS:
+        edit_config(saved, head=head)
+        refused(saved, message)
+
+
+NO_CONFIGS = [
+    (b"", "config.json is not JSON"),
+    (b"{'model_type': 'specheads'}", "config.json is not JSON"),
+    (b"\xff\xfe\x00garbage", "config.json is not JSON"),
+    (b"[]", r"config.json is not the config of a draft head \(model_type=None\)"),
+    (b"{}", r"model_type=None.*for a base model train one, `specheads train eagle3 base=.*convert\(\)"),
+    (b'{"model_type": "llama"}', r"model_type='llama'.*specheads.convert\(\)"),
+]
+
+
+def test_a_config_that_is_none_is_refused(saved):
+    for text, message in NO_CONFIGS:
+        (saved / "config.json").write_bytes(text)
+        refused(saved, message)
 
 
 def test_a_key_that_is_not_known_is_refused_by_name_in_both_places_and_those_of_transformers_are_not(saved, named):
@@ -208,15 +210,18 @@ def test_a_base_model_is_pointed_to_convert(named, base_dir, tmp_path):
     refused(tmp_path, r"convert\(\)")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "head.pt", "model.pth", "last.ckpt", "x.pkl"])
-def test_a_pickle_is_not_loaded(saved, name, tmp_path):
+def test_a_pickle_is_not_loaded(saved, tmp_path):
     class Bomb:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "ran"),))
 
     (saved / "model.safetensors").unlink()
-    torch.save({"head.fc.weight": Bomb()}, saved / name)
-    refused(saved, rf"has no model.safetensors; its pickles \['{name}'\] are not loaded, since a pickle can run")
+    for name in ("pytorch_model.bin", "head.pt", "model.pth", "last.ckpt", "x.pkl"):
+        with kept_files(saved):
+            torch.save({"head.fc.weight": Bomb()}, saved / name)
+            refused(
+                saved, rf"has no model.safetensors; its pickles \['{name}'\] are not loaded, since a pickle can run"
+            )
     assert not (tmp_path / "ran").exists()
 
 

@@ -18,7 +18,7 @@ from specheads.heads.limits import bounds_of
 from specheads.models.base.lora import JointConfig, attach
 from tests.reference import foreign
 from tests.support.command_line import run
-from tests.support.heads_on_disk import IDS, edit_config, same, trained
+from tests.support.heads_on_disk import IDS, edit_config, kept_files, same, trained
 from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -61,25 +61,29 @@ def put(at, value):
 # --- The draft vocabulary ---
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("d2t", put(39, 1000), r"d2t names token 1039 or \d+ of 97"),
-        ("d2t", put(0, -1), r"d2t names token \d+ or -1 of 97"),
-        ("d2t", put(5, 2**62), "d2t names token 4611686018427387909"),
-        ("d2t", lambda d2t: d2t[0] - torch.arange(40), "d2t names 39 tokens twice"),
-        ("t2d", lambda t2d: ~t2d, "t2d and .*d2t do not name the same 40 tokens"),
-    ],
-)
-@pytest.mark.parametrize("form", ["ours", "foreign"])
-def test_a_draft_vocabulary_outside_the_bases_is_refused(form, name, change, message, named, saved, tmp_path):
-    folder = saved
-    if form == "foreign":
-        folder = tmp_path / "foreign"
-        foreign.eagle3(folder, "vllm")
-    load_head(named, folder)
-    edit(folder, **{name: change})
-    refused(folder, named, message)
+VOCABULARIES = [
+    ("d2t", put(39, 1000), r"d2t names token 1039 or \d+ of 97"),
+    ("d2t", put(0, -1), r"d2t names token \d+ or -1 of 97"),
+    ("d2t", put(5, 2**62), "d2t names token 4611686018427387909"),
+    ("d2t", lambda d2t: d2t[0] - torch.arange(40), "d2t names 39 tokens twice"),
+    ("t2d", lambda t2d: ~t2d, "t2d and .*d2t do not name the same 40 tokens"),
+]
+
+
+@pytest.fixture
+def two_forms(saved, tmp_path):
+    """The folders of a head of ours and of a foreign one."""
+    foreign.eagle3(tmp_path / "foreign", "vllm")
+    return saved, tmp_path / "foreign"
+
+
+def test_a_draft_vocabulary_outside_the_bases_is_refused(named, two_forms):
+    for folder in two_forms:
+        load_head(named, folder)
+        for name, change, message in VOCABULARIES:
+            with kept_files(folder):
+                edit(folder, **{name: change})
+                refused(folder, named, message)
 
 
 def test_a_whole_draft_vocabulary_is_not_reordered(named, tmp_path):
@@ -131,20 +135,17 @@ def test_options_that_no_head_has_are_refused(kind, options, message):
         HEADS[kind].Config.from_options(options)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
+def test_a_checkpoint_with_such_options_is_refused_at_load(named, saved):
+    head = json.loads((saved / "config.json").read_text())["head"]
+    for option, value, message in (
         ("draft_depth", 10**12, "draft_depth=1000000000000 "),
         ("taps", [2, 4, 10], "tapped layer 10 does not exist"),
         ("taps", [2, 4, -1], "tapped layer -1 does not exist"),
         ("taps", None, "sizes are missing or null, among .*taps"),
         ("tree", [[0], [97]], "has rank 97"),
-    ],
-)
-def test_a_checkpoint_with_such_options_is_refused_at_load(option, value, message, named, saved):
-    head = json.loads((saved / "config.json").read_text())["head"]
-    edit_config(saved, head={**head, option: value})
-    refused(saved, named, message)
+    ):
+        edit_config(saved, head={**head, option: value})
+        refused(saved, named, message)
 
 
 def test_a_config_or_a_header_of_many_megabytes_is_not_read(named, saved):
@@ -166,23 +167,18 @@ def test_a_config_or_a_header_of_many_megabytes_is_not_read(named, saved):
 # --- Values ---
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("form", ["ours", "foreign"])
-def test_weights_that_are_not_finite_are_refused_unless_allowed(form, value, named, saved, tmp_path, capsys):
-    folder = saved
-    if form == "foreign":
-        folder = tmp_path / "foreign"
-        foreign.eagle3(folder, "vllm")
-    edit(folder, fc__weight=put(7, value), norm__weight=put(3, value))
-    names = r"fc\.weight, \S*norm\.weight; "
-    refused(folder, named, rf"NaN or Inf in \S*{names}.*allow_nonfinite=True")
-    model = load_head(named, folder, allow_nonfinite=True)
-    assert torch.equal(model.generate(IDS, max_new_tokens=4), named.generate(IDS, max_new_tokens=4, do_sample=False))
-    model.base.save_pretrained(tmp_path / "base")
-    given = "import", folder, tmp_path / "out", "--base", tmp_path / "base"
-    code, _, err = run(capsys, *given)
-    assert code != 0 and "NaN or Inf" in err
-    assert run(capsys, *given, "--allow-nonfinite")[0] == 0 and (tmp_path / "out" / "config.json").is_file()
+def test_weights_that_are_not_finite_are_refused_unless_allowed(named, two_forms, tmp_path, capsys):
+    text = named.generate(IDS, max_new_tokens=4, do_sample=False)
+    for folder in two_forms:
+        for value in (float("nan"), float("inf"), -float("inf")):
+            edit(folder, fc__weight=put(7, value), norm__weight=put(3, value))
+            refused(folder, named, r"NaN or Inf in \S*fc\.weight, \S*norm\.weight; .*allow_nonfinite=True")
+            model = load_head(named, folder, allow_nonfinite=True)
+            assert torch.equal(model.generate(IDS, max_new_tokens=4), text)
+        given = "import", folder, tmp_path / f"out {folder.name}", "--base", named.name_or_path
+        code, _, err = run(capsys, *given)
+        assert code != 0 and "NaN or Inf" in err
+        assert run(capsys, *given, "--allow-nonfinite")[0] == 0 and (given[2] / "config.json").is_file()
 
 
 def test_tensors_of_several_dtypes_are_read_in_the_widest_and_decode(named, tmp_path):
@@ -202,10 +198,12 @@ def test_adapters_that_are_not_finite_are_never_taken(tmp_path):
         refused(tmp_path, tiny_llama(), message + ("$" if allowed else ", or"), allow_nonfinite=allowed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int16])
-def test_a_dtype_that_no_head_has_is_refused(dtype, named, saved):
-    edit(saved, fc__weight=lambda t: t.to(dtype))
-    refused(saved, named, r"head.fc.weight is (quantised \([A-Z0-9_]+\), and heads|I16; expected F64, F32, F16, BF16)")
+def test_a_dtype_that_no_head_has_is_refused(named, saved):
+    for dtype in (torch.float8_e4m3fn, torch.uint8, torch.int16):
+        edit(saved, fc__weight=lambda t, to=dtype: t.to(to))
+        refused(
+            saved, named, r"head.fc.weight is (quantised \([A-Z0-9_]+\), and heads|I16; expected F64, F32, F16, BF)"
+        )
 
 
 # --- Strings of any length ---
@@ -213,49 +211,36 @@ def test_a_dtype_that_no_head_has_is_refused(dtype, named, saved):
 LONG = "x\n" * 50_000
 
 
-@pytest.mark.parametrize("form", ["ours", "foreign"])
-def test_a_tensor_name_of_any_length_is_shortened(form, named, saved, tmp_path):
-    folder = saved
-    if form == "foreign":
-        folder = tmp_path / "foreign"
-        foreign.eagle3(folder, "vllm")
-    path = folder / "model.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    save_file({**tensors, LONG: torch.ones(1)}, path, metadata)
-    assert "…" in refused(folder, named, "unexpected|unknown")
-    save_file({**tensors, LONG: torch.ones(1, dtype=torch.uint8)}, path, metadata)
-    assert "…" in refused(folder, named, r"is quantised \(U8\)")
-    save_file({**tensors, LONG: torch.full((1,), torch.nan)}, path, metadata)
-    refused(folder, named, "unexpected|unknown")
+def test_a_tensor_name_of_any_length_is_shortened(named, two_forms):
+    for folder in two_forms:
+        path = folder / "model.safetensors"
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        save_file({**tensors, LONG: torch.ones(1)}, path, metadata)
+        assert "…" in refused(folder, named, "unexpected|unknown")
+        save_file({**tensors, LONG: torch.ones(1, dtype=torch.uint8)}, path, metadata)
+        assert "…" in refused(folder, named, r"is quantised \(U8\)")
+        save_file({**tensors, LONG: torch.full((1,), torch.nan)}, path, metadata)
+        refused(folder, named, "unexpected|unknown")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_an_option_or_entry_of_any_length_is_shortened(named, saved):
+    head = json.loads((saved / "config.json").read_text())["head"]
+    options = [
         {"kind": LONG}, {LONG: 1}, {"num_layers": LONG}, {"loss": LONG}, {"loss": f"ce:{LONG}"}, {"num_layers": [LONG]},
         {"rope_parameters": {"rope_type": LONG}}, {"rope_parameters": {"rope_type": "default", LONG: 1}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": LONG}}, {"tree": [[LONG]]}, {"taps": [LONG] * 3},
-    ],
-)  # fmt: skip
-def test_an_option_of_any_length_is_shortened(change, named, saved):
-    head = json.loads((saved / "config.json").read_text())["head"]
-    edit_config(saved, head={**head, **change})
-    refused(saved, named, "does not describe a head")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+    ]  # fmt: skip
+    entries = [
         {"model_type": LONG}, {"base_model_name_or_path": LONG}, {"base_revision": [LONG]}, {"joint": LONG},
         {"joint": {LONG: 1}}, {"joint": {"r": LONG}}, {"joint": {"base_loss": LONG}}, {"base_fingerprint": {LONG: 1}},
         {"base_fingerprint": {"model_type": LONG}}, {"base_quantization": LONG},
-    ],
-)  # fmt: skip
-def test_an_entry_of_any_length_is_shortened(change, named, saved):
-    edit_config(saved, **change)
-    refused(saved, named, ".")
+    ]  # fmt: skip
+    for change in [*({"head": {**head, **option}} for option in options), *entries]:
+        with kept_files(saved):
+            edit_config(saved, **change)
+            refused(saved, named, "does not describe a head" if "head" in change else ".")
 
 
 # --- What config.json and the header of the weights file say ---

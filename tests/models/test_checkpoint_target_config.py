@@ -10,7 +10,7 @@ from transformers import BambaConfig, GptOssConfig, LlamaConfig, Qwen3_5Config
 
 from specheads import CheckpointError, SpecModel, load_head
 from specheads.heads.mtp.target_layers import check_table, config_table
-from tests.support.heads_on_disk import edit_config, trained
+from tests.support.heads_on_disk import edit_config, kept_files, trained
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -28,26 +28,22 @@ ABSURD = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def saved(named, tmp_path):
-    trained(named, "mtp").save_pretrained(tmp_path / "head")
-    return tmp_path / "head"
-
-
 def with_entries(folder, **entries):
     head = json.loads((folder / "config.json").read_text("utf8"))["head"]
     edit_config(folder, head={**head, "target_config": {**head["target_config"], **entries}})
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("name", "value"), [*CODE.items(), *ABSURD.items()])
-def test_the_target_config_of_a_file_is_refused_beside_ones_own_base(name, value, nested, named, saved):
-    load_head(named, saved)
-    with_entries(saved, **({"text_config": [{name: value}]} if nested else {name: value}))
-    expected = "chooses code" if name in CODE else "must be a number from"
-    with pytest.raises(CheckpointError, match=f"target_config: {name}=.*{expected}") as error:
-        SpecModel.from_pretrained(saved, base=named)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+def test_the_target_config_of_a_file_is_refused_beside_ones_own_base(named, tmp_path):
+    trained(named, "mtp").save_pretrained(tmp_path)
+    load_head(named, tmp_path)
+    for name, value in [*CODE.items(), *ABSURD.items()]:
+        expected = "chooses code" if name in CODE else "must be a number from"
+        for entries in ({name: value}, {"text_config": [{name: value}]}):
+            with kept_files(tmp_path):
+                with_entries(tmp_path, **entries)
+                with pytest.raises(CheckpointError, match=f"target_config: {name}=.*{expected}") as error:
+                    SpecModel.from_pretrained(tmp_path, base=named)
+            assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_what_real_targets_have_is_taken():

@@ -48,11 +48,11 @@ def test_a_target_with_modules_writes_its_own_greedy_text(shipped, family):
     model = SpecModel.from_pretrained(shipped(family)[0])
     assert model.head.config.kind == "mtp" and model.head.config.num_modules == FAMILIES[family][4]
     inputs, options = padded(PROMPTS), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    for i, prompt in enumerate(PROMPTS):
-        wanted = model.base.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
-        for tree in ("chain:3", "static:8", "dynamic:9"):
-            out = model.generate(**inputs, tree=tree, **options)
-            assert torch.equal(out[i, inputs["input_ids"].shape[1] :], wanted), tree
+    texts = [model.base.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in PROMPTS]
+    for tree in ("chain:3", "static:8", "dynamic:9"):
+        out = model.generate(**inputs, tree=tree, **options)
+        for row, text in zip(out, texts, strict=True):
+            assert torch.equal(row[inputs["input_ids"].shape[1] :], text), tree
     again = [model.generate(**inputs, max_new_tokens=8, do_sample=True, accept="typical", seed=3) for _ in range(2)]
     assert torch.equal(*again)
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from specheads import SpecModel, convert
-from specheads.models.base import quantized
+from specheads.models.base import loading
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
@@ -83,7 +83,7 @@ def test_a_recipe_says_load_in_4bit(material, tmp_path):
 
 
 def test_without_bitsandbytes_a_quantised_base_is_an_error_that_says_what_to_install(material, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantized, "is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
     recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "load_in_8bit=true"))
     with pytest.raises(ImportError, match="load_in_8bit needs bitsandbytes: pip install bitsandbytes"):
         prepare(recipe)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -72,3 +73,14 @@ def in_new_process(script, *arguments):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
+
+
+@contextmanager
+def kept_files(folder: Path):
+    """Whatever the block does to the files of a folder is undone."""
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    yield
+    for path in folder.iterdir():
+        path.unlink()
+    for path, content in before.items():
+        path.write_bytes(content)

@@ -464,7 +464,7 @@ MUTATIONS = (
       "models/test_mtp_shipped.py", "plain"),
     M("mtp: the shipped modules stay in an export's index", "models.formats.mtp.shipped:Shipped.write",
       "of_base.without(naming.all_names(of_base.weights, layers))", "of_base", "models/test_mtp_export.py", "fewer"),
-    M("EAGLE-1: embeddings written as if none were scaled", "models.formats.eagle.eagle1:Eagle.write",
+    M("EAGLE-1: embeddings written as if none were scaled", "models.formats.eagle.eagle1:Eagle.rename",
       "_scaled(named[\"fc.weight\"], len(named[\"fc.weight\"]), scale)", "named[\"fc.weight\"]",
       "models/test_formats_scaled_embeddings.py", "exported"),
     M("parallel: block that reads its anchor's features", "heads.parallel.head:ParallelHead.outputs",
@@ -560,7 +560,7 @@ MUTATIONS = (
       ".amax(-1)", ".mean(-1)", "training/test_features_disk.py", "eight_bits"),
     # --- Checkpoints and formats ---
     M("tensor of another shape let in", "models.saved_head:state_dict_mismatches",
-      "given.shape != wanted.shape", "given.dim() != wanted.dim()", "models/test_checkpoint_refused.py", "named"),
+      "tensor.shape != wanted.shape", "tensor.dim() != wanted.dim()", "models/test_checkpoint_refused.py", "named"),
     M("draft vocabulary that contradicts itself let in", "models.saved_head:_refuse_odd_vocabulary",
       "torch.equal(drafted, t2d)", "True", "models/test_checkpoint_suspect.py", "vocabulary"),
     M("base of other sizes let in", "models.checkpoint:check_base",

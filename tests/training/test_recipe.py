@@ -91,7 +91,7 @@ def test_overrides_leave_the_mapping_they_were_given():
         (["data=3"], "data=3: expected a mapping"),
         (["training.max_steps"], "expected key=value"),
         (["base.x=1"], "'base' is 'b', which has no options"),
-        (["head.kind=[1"], "is no YAML"),
+        (["head.kind=[1"], "is not valid YAML"),
     ],
 )
 def test_what_is_wrong_with_a_recipe_is_said(change, message):

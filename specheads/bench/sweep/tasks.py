@@ -20,7 +20,7 @@ from specheads.bench.sweep.grid import TASKS
 from specheads.bench.sweep.programs import passes
 from specheads.bench.sweep.signatures import signature_questions, signature_written
 from specheads.bench.sweep.syntax import parses, syntax_questions
-from specheads.options import Advice, OptionError, refuse_unknown
+from specheads.options import OptionError, Suggestion, refuse_unknown
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -226,7 +226,7 @@ def load_task(
     if name == "humaneval" and not run_code:
         raise OptionError(
             "humaneval runs the programs that the model writes; allow it with {run_code}, best in a sandbox",
-            run_code=Advice(True),
+            run_code=Suggestion(True),
         )
     questions = []
     rows = rows_of(source, data)

@@ -141,7 +141,7 @@ def attach(base: PreTrainedModel, config: JointConfig) -> None:
     if given.target_parameters:
         refused = (
             f"lora.target_modules={shown(config.target_modules)} adapts the experts of {type(base).__name__}, and a "
-            "head checkpoint keeps adapters of linear layers alone; name those, [q_proj, k_proj, v_proj, o_proj] say"
+            "head checkpoint keeps adapters of linear layers alone; name those, such as [q_proj, k_proj, v_proj]"
         )
     if refused:
         detach(base)

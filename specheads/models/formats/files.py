@@ -30,7 +30,7 @@ from specheads.models.files import (
     read_table,
     read_tensors,
 )
-from specheads.options import Advice, reason, shortened, shown
+from specheads.options import Suggestion, reason, shortened, shown
 
 INDEX, PICKLE_INDEX = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
 _MOST_FILES = 64  # files
@@ -55,15 +55,11 @@ class Files:
     def __init__(self, source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> None:
         self.source, self.allow_pickle = source, allow_pickle
         self.hub = hub or {}
+        folder = Path(source) / self.hub.get("subfolder", "")
+        self.folder = folder if folder.is_dir() else None  # None: it is on the hub
 
     def __str__(self) -> str:
         return str(self.source)
-
-    @property
-    def folder(self) -> Path | None:
-        """The directory of the checkpoint; None if it is on the hub."""
-        folder = Path(self.source) / self.hub.get("subfolder", "")
-        return folder if folder.is_dir() else None
 
     def find(self, name: str) -> Path | None:
         """The path of one file of the checkpoint; None if it does not exist. CheckpointError if it cannot be downloaded
@@ -119,7 +115,7 @@ class Files:
         if self._index is None:
             return read_header(self.weights)[0]
         found: dict[str, Tensor] = {}
-        for name, path in self._items():
+        for name, path in self._shards.items():
             part = read_header(path)[0]
             check_shard(self.weights, name, [t for t, file in self._index.items() if file == name], part)
             found |= part
@@ -183,7 +179,7 @@ class Files:
             raise CheckpointError(
                 f"{path} is a pickle, which can run code; {{allow_pickle}} of `specheads import` or from_pretrained() "
                 "reads it with torch.load(weights_only=True), which builds tensors and refuses all else",
-                allow_pickle=Advice(True),
+                allow_pickle=Suggestion(True),
             )
         return read_pickle(path)
 

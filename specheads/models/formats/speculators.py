@@ -78,13 +78,10 @@ class SpeculatorsEagle3(Format):
 
 @dataclass(frozen=True)
 class SpeculatorsBlocks(parallel.Parallel):
-    """name: DSpark or DFlash, as in the names of classes.
+    """DSpark. name: as in the names of classes."""
 
-    DFlash heads with sample_from_anchor are read too, but written as DSpark: vLLM supports them under no other method.
-    """
-
-    name: str = "DSpark"
-    classes: str = r"DSpark\w*"
+    name: ClassVar[str] = "DSpark"
+    classes: ClassVar[str] = r"DSpark\w*"
     takes_draft_vocabulary: bool = True
     last: Collection[str] | None = None
 
@@ -112,6 +109,15 @@ class SpeculatorsBlocks(parallel.Parallel):
             **(parallel.dspark_keys(head) if self.takes_markov else {}),
         }  # fmt: skip
         return _config(self.name, head, tensors, base, own, "qwen3")
+
+
+@dataclass(frozen=True)
+class SpeculatorsDFlash(SpeculatorsBlocks):
+    """Heads with sample_from_anchor are read too, but written as DSpark: vLLM supports them under no other method."""
+
+    name: ClassVar[str] = "DFlash"
+    classes: ClassVar[str] = r"DFlash(Draft|Speculator)\w*"
+    from_anchor: bool | None = False
 
 
 def _config(
@@ -147,10 +153,9 @@ def _nested_block(
 
 
 FORMATS = (
-    SpeculatorsBlocks(
+    SpeculatorsDFlash(
         "speculators", "speculators DFlash", f"speculators {VERSION}, vLLM 0.32 and 0.33",
-        vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}"), name="DFlash", classes=r"DFlash(Draft|Speculator)\w*",
-        from_anchor=False,
+        vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}"),
     ),
     SpeculatorsBlocks(
         "speculators", "speculators DSpark", f"speculators {VERSION}, vLLM 0.33",

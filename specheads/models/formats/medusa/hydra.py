@@ -45,8 +45,8 @@ class Hydra(Format):
     kind: ClassVar[str] = HydraConfig.kind
     config_keys: ClassVar[tuple[str, ...]] = ("hydra_num_heads",)
     ignored: ClassVar[frozenset[str]] = OF_THE_BASE
-    weights: ClassVar[str] = "hydra_lm_head.pt"
     engine: str = "hydra"
+    weights: str = "hydra_lm_head.pt"
     title: str = "Hydra (its repository's format)"
     versions: str = "zankner/Hydra (main)"
     serving: str = """\

@@ -119,9 +119,11 @@ def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
     asked, answer = _answers.get(key, (-_HOLDS, ("", "")))
     if time.monotonic() - asked < _HOLDS:
         return answer
-    said = threading.Timer(1.0, lambda: print(f"asking {constants.ENDPOINT} for {name} …", file=sys.stderr, flush=True))
-    said.daemon = True
-    said.start()
+    notice = threading.Timer(
+        1.0, lambda: print(f"asking {constants.ENDPOINT} for {name} …", file=sys.stderr, flush=True)
+    )
+    notice.daemon = True
+    notice.start()
     try:
         HfApi(token=token).repo_info(name, repo_type=kind, timeout=10)
         answer = THERE, ""
@@ -132,7 +134,7 @@ def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
     except Exception as error:  # from requests, httpx or httpx2, whichever the hub's client uses
         answer = UNREACHABLE, reason(error)
     finally:
-        said.cancel()
+        notice.cancel()
     _answers[key] = time.monotonic(), answer
     return answer
 
@@ -149,10 +151,10 @@ def upload(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    kept = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
+    unchanged = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
     done = api.upload_folder(
         repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload a draft head",
-        revision=revision, create_pr=create_pr, ignore_patterns=kept,
+        revision=revision, create_pr=create_pr, ignore_patterns=unchanged,
     )  # fmt: skip
     return str(done)
 
@@ -172,10 +174,10 @@ def record_commit(model: PreTrainedModel, **location: Any) -> None:
     if not name or Path(name).exists() or getattr(model.config, "_commit_hash", None):
         return
     try:
-        found = cached_file(name, "config.json", **location | {"local_files_only": True})
+        path = cached_file(name, "config.json", **location | {"local_files_only": True})
     except OSError:  # an adapter's folder has no config
         return
-    model.config._commit_hash = extract_commit_hash(found, None)
+    model.config._commit_hash = extract_commit_hash(path, None)
 
 
 def cached_commits(name: str | None) -> list[str]:

@@ -37,22 +37,22 @@ def measure_ranks(
     was_training = model.training
     model.eval()
     listed = [dict(row) for row in rows]
-    found = []
+    measured = []
     for start in range(0, len(listed), batch_size):
         batch = {
             name: value.to(model.device) for name, value in Collator(0)(listed[start : start + batch_size]).items()
         }
         ranks = model(**batch).ranks
         if ranks is not None:
-            found.append(ranks.cpu())
+            measured.append(ranks.cpu())
         if report:
             report(min(1.0, (start + batch_size) / len(listed)))
     model.train(was_training)
-    if not any(bool((ranks != ENDED).any()) for ranks in found):
+    if not any(bool((ranks != ENDED).any()) for ranks in measured):
         raise ValueError(
             f"no position of the {len(listed)} rows was scored: drafts gain something in answers of 3 tokens or more"
         )
-    return torch.cat(found)
+    return torch.cat(measured)
 
 
 def calibrate_tree(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> StaticTree:

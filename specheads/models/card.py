@@ -41,8 +41,8 @@ class TrainingRecord:
     def of_folder(cls, run: Path) -> TrainingRecord:
         """The record of the run in a folder."""
         recipe = (run / RECIPE).read_text("utf8") if (run / RECIPE).is_file() else None
-        found, logs = numbers(results(run)), [numbers(log) for log in history(run)]
-        return cls(found, logs, recipe, curves=(run / CURVES).is_file(), restored_step=found.get("head_step"))
+        metrics, logs = numbers(results(run)), [numbers(log) for log in history(run)]
+        return cls(metrics, logs, recipe, curves=(run / CURVES).is_file(), restored_step=metrics.get("head_step"))
 
 
 def card(
@@ -98,9 +98,9 @@ def write(
     license: str | None = None,
 ) -> None:  # fmt: skip
     """Write README.md into `folder`, and the plot that it shows."""
-    found = run or run_of(config.name_or_path, head)
-    (folder / "README.md").write_text(card(config, base, head, found, repo_id=repo_id, license=license), "utf8")
-    if found and (picture := Path(found) / CURVES).is_file():
+    source = run or run_of(config.name_or_path, head)
+    (folder / "README.md").write_text(card(config, base, head, source, repo_id=repo_id, license=license), "utf8")
+    if source and (picture := Path(source) / CURVES).is_file():
         shutil.copyfile(picture, folder / CURVES)
 
 
@@ -109,10 +109,10 @@ def base_license(name: str) -> str | None:
     path = Path(name) / "README.md"
     front = path.read_text("utf8", errors="replace").split("---", 2) if path.is_file() else []
     try:
-        said = yaml.safe_load(front[1]) if len(front) == 3 and not front[0].strip() else None
+        metadata = yaml.safe_load(front[1]) if len(front) == 3 and not front[0].strip() else None
     except yaml.YAMLError:
         return None
-    found = said.get("license") if isinstance(said, dict) else None
+    found = metadata.get("license") if isinstance(metadata, dict) else None
     return found if isinstance(found, str) and found else None
 
 
@@ -150,8 +150,8 @@ def _measured(run: TrainingRecord) -> list[str]:
 
 def _held_out_sets(figures: Mapping[str, Any]) -> dict[str, str]:
     """Held-out set → the prefix of its metrics, `eval_NAME_`; the name of a single set may be ""."""
-    found = (re.fullmatch(r"(eval_(?:(.+)_)?)accepted_length", figure) for figure in figures)
-    return {match[2] or "": match[1] for match in found if match}
+    matches = (re.fullmatch(r"(eval_(?:(.+)_)?)accepted_length", figure) for figure in figures)
+    return {match[2] or "": match[1] for match in matches if match}
 
 
 def _depth_table(figures: Mapping[str, Any], name: str, prefix: str) -> str:

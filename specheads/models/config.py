@@ -64,9 +64,15 @@ class SpecConfig(PreTrainedConfig):
         return {name: value for name, value in super().to_dict().items() if name != "_base"}
 
     @classmethod
-    def of(cls, head: HeadConfig, **base: Any) -> SpecConfig:
-        """The config of a head with these (complete) options. base: what is known of its base, as in the class."""
-        return cls(head=head.to_dict(), architectures=["SpecModel"], **base)
+    def of(
+        cls, head: HeadConfig, name: str | None = None, revision: str | None = None,
+        fingerprint: dict[str, Any] | None = None, quantization: dict[str, Any] | None = None,
+    ) -> SpecConfig:  # fmt: skip
+        """The config of a head with these (complete) options, and what is known of its base."""
+        return cls(
+            head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
+            base_quantization=quantization, architectures=["SpecModel"],
+        )  # fmt: skip
 
     def head_config(self) -> HeadConfig:
         options = dict(self.head)

@@ -40,9 +40,9 @@ def check(folder: Path, model: SpecModel) -> str:
 def compare_llama(program: str, folder: Path, config: Any, head: Any) -> str:
     """Compare a Llama config in memory with a head, rotary angles included → what was compared, as text."""
     wanted = {**{name: getattr(head, name) for name in _SIZES}, "num_hidden_layers": head.num_layers}
-    found = {name: getattr(config, name, None) for name in wanted}
+    read = {name: getattr(config, name, None) for name in wanted}
     compare_values(
-        program, folder, {**found, "rope_parameters": rope_of(config)},
+        program, folder, {**read, "rope_parameters": rope_of(config)},
         {**wanted, "rope_parameters": head.rope_parameters},
     )  # fmt: skip
     positions = positions_below(2 * config.max_position_embeddings)

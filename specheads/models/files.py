@@ -61,9 +61,9 @@ def read_header(path: Path | str, names: Collection[str] | None = None) -> tuple
     with _opened(path) as file:
         wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118 (not a dict)
         slices = {name: file.get_slice(name) for name in wanted}
-        found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        stored = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
         metadata = file.metadata() or {}
-    shapes = {name: meta_tensor(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
+    shapes = {name: meta_tensor(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in stored.items()}
     return shapes, metadata
 
 
@@ -125,15 +125,15 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
     """CheckpointError that names the tensors with NaN or Inf. Reads each tensor once, without temporaries of its size.
 
     allowable: whether allow_nonfinite would accept them; the message then says so."""
-    found = [
+    wrong = [
         name
         for name, tensor in tensors.items()
         if tensor.is_floating_point() and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()
     ]
-    if found:
+    if wrong:
         hint = ", or load it as it is with {allow_nonfinite}" if allowable else ""
         raise CheckpointError(
-            f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=Suggestion(True)
+            f"{source}: NaN or Inf in {listing(wrong)}; copy or train it again{hint}", allow_nonfinite=Suggestion(True)
         )
 
 

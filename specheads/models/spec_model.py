@@ -173,10 +173,10 @@ class SpecModel(PreTrainedModel):
         if self.joint is not None:
             assert isinstance(teacher, LiveTeacher)
             mask = packed_mask(self.base, documents, position_ids) if packed else attention_mask
-            own = base_loss(self.joint, batch, teacher, self.base, mask)
+            of_base = base_loss(self.joint, batch, teacher, self.base, mask)
             # Evaluations use the final weight, so that they are comparable.
-            loss = own + self.joint.weight(self.progress if self.training else 1.0) * loss
-            terms["base"] = own.detach()
+            loss = of_base + self.joint.weight(self.progress if self.training else 1.0) * loss
+            terms["base"] = of_base.detach()
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 
     def select_supervised(
@@ -248,8 +248,8 @@ class SpecModel(PreTrainedModel):
         has `steps` and `statistics()`. compile: as in `specheads.generate`; None: as set by compile().
         """
         compile = self.compiles if compile is None else compile
-        found = self._choose_drafter(draft, kwargs)
-        return generate(self.base, inputs, generation_config, draft=found, compile=compile, **kwargs)
+        drafter = self._choose_drafter(draft, kwargs)
+        return generate(self.base, inputs, generation_config, draft=drafter, compile=compile, **kwargs)
 
     def generate_many(
         self,
@@ -261,8 +261,8 @@ class SpecModel(PreTrainedModel):
     ) -> list[Continuation] | Iterator[Continuation]:
         """`specheads.generate_many` with this model; draft and compile as in `generate`."""
         compile = self.compiles if compile is None else compile
-        found = self._choose_drafter(draft, options)
-        return generate_many(self.base, prompts, draft=found, compile=compile, **options)
+        drafter = self._choose_drafter(draft, options)
+        return generate_many(self.base, prompts, draft=drafter, compile=compile, **options)
 
     def _choose_drafter(self, draft: Any, options: dict[str, Any]) -> Drafter | None:
         """The drafter, from generate()'s draft. "auto" is the head if a plan or a rule is given."""

@@ -15,8 +15,8 @@ def broken(count, seed):
     return "\n".join(lines)
 
 
-def test_sixty_mutants_are_refused_or_decode(offline):
-    assert not broken(60, seed=0)
+def test_thirty_mutants_are_refused_or_decode(offline):
+    assert not broken(30, seed=0)
 
 
 @pytest.mark.slow
@@ -25,13 +25,11 @@ def test_a_thousand_mutants_are_refused_or_decode(offline):
 
 
 def test_every_kind_of_head_and_every_form_that_is_read_is_mutated():
-    modules = {form: type(form).__module__.rpartition(".")[2] for form in FORMATS}
-    readable = {form.title if module == "speculators" else module for form, module in modules.items()}
-    said = {
-        "eagle3": "eagle3, vllm", "modelopt": "eagle3, modelopt",
-        "speculators EAGLE-3": "eagle3, speculators", "speculators DSpark": "dspark",
-        "speculators DFlash": "dflash, speculators",
-        "eagle1": "eagle", "fasterdecoding": "medusa, v2", "vllm_medusa": "medusa, vllm", "hydra": "hydra++",
-        "dflash": "dflash, z-lab", "deepspec": "deepspec", "shipped": "mtp",
+    readable = {type(form).__name__ for form in FORMATS}
+    mutated = {
+        "Eagle3": "eagle3, vllm", "ModelOpt": "eagle3, modelopt", "SpeculatorsEagle3": "eagle3, speculators",
+        "SpeculatorsBlocks": "dspark", "SpeculatorsDFlash": "dflash, speculators", "Eagle": "eagle",
+        "Medusa": "medusa, v2", "VllmMedusa": "medusa, vllm", "Hydra": "hydra++", "DFlash": "dflash, z-lab",
+        "DeepSpec": "deepspec", "Shipped": "mtp",
     }  # fmt: skip
-    assert readable == set(said) and set(said.values()) <= set(MAKERS)
+    assert readable == set(mutated) and set(mutated.values()) <= set(MAKERS)

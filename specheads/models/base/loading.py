@@ -106,28 +106,28 @@ def stop_ids(name: str | os.PathLike[str], config: Any, tokenizer: Any, **option
         given = GenerationConfig.from_pretrained(name, **options).eos_token_id
     except OSError:
         given = None
-    found: set[int] = set()
+    ids: set[int] = set()
     for value in (given, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
-        found |= {*value} if isinstance(value, list) else set() if value is None else {value}
-    return found
+        ids |= {*value} if isinstance(value, list) else set() if value is None else {value}
+    return ids
 
 
 def refuse_without_config(name: str | os.PathLike[str]) -> None:
     """ValueError for a folder that holds neither a model's config nor an adapter's."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-        said = name or "'', an empty name,"  # from an unset shell variable
-        raise ValueError(f"{said} holds no config.json: give a folder that save_pretrained() wrote, or a hub id")
+        shown_name = name or "'', an empty name,"  # from an unset shell variable
+        raise ValueError(f"{shown_name} holds no config.json: give a folder that save_pretrained() wrote, or a hub id")
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A torch dtype, given as such or by name; None for None and "auto". ValueError for anything else."""
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype in (None, "auto"):
         return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise ValueError(f"dtype={dtype!r} is not a floating point type; give one such as torch.bfloat16 or 'bfloat16'")
-    return found
+    return parsed
 
 
 def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:
@@ -157,8 +157,8 @@ def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 def quantization_of(base: Any) -> dict[str, Any] | None:
     """How a base is quantised, from its config; None if it is not."""
-    found = getattr(base.config, "quantization_config", None)
-    return found if found is None or isinstance(found, dict) else found.to_dict()
+    stored = getattr(base.config, "quantization_config", None)
+    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
 
 
 def quantization_options(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:

@@ -7,14 +7,14 @@ first that can hold the given one.
 
 from specheads.models.formats import speculators
 from specheads.models.formats.blocks import deepspec, dflash
-from specheads.models.formats.eagle import eagle1, eagle3, modelopt
+from specheads.models.formats.eagle import eagle1, eagle3
 from specheads.models.formats.format import Format
-from specheads.models.formats.medusa import fasterdecoding, hydra, vllm_medusa
+from specheads.models.formats.medusa import hydra, medusa
 from specheads.models.formats.mtp import shipped
 
 FORMATS: list[Format] = [
-    *speculators.FORMATS, *deepspec.FORMATS, *dflash.FORMATS, *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS,
-    *fasterdecoding.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS, *shipped.FORMATS,
+    *speculators.FORMATS, *deepspec.FORMATS, *dflash.FORMATS, *hydra.FORMATS, *medusa.FORMATS, *eagle3.FORMATS,
+    *eagle1.FORMATS, *shipped.FORMATS,
 ]  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

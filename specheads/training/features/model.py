@@ -42,8 +42,5 @@ class FeatureModel(SpecModel):
 def build_feature_model(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
     """A head with the saved parts of its base."""
     name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
-    record = SpecConfig.of(
-        module.config, base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
-        base_quantization=index.base.get("quantization"),
-    )  # fmt: skip
+    record = SpecConfig.of(module.config, name, revision, fingerprint, index.base.get("quantization"))
     return FeatureModel(record, cast(PreTrainedModel, KeptBase(folder, name)), module)

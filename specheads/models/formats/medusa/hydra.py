@@ -22,7 +22,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, count, scaled_embeddings
 from specheads.models.formats.keys.config_table import flag, whole
-from specheads.models.formats.medusa.fasterdecoding import (
+from specheads.models.formats.medusa.medusa import (
     OF_THE_BASE,
     full_vocabulary,
     refuse_other_sizes,

@@ -34,6 +34,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("to", "kind", "options"), CASES)
 def test_export_then_import_is_identity(to, kind, options, base, tmp_path):
     assert_comes_back(made(base, kind, **options), to, base, tmp_path)

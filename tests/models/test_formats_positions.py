@@ -141,6 +141,7 @@ def made(base, kind, **options):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("to", "kind", "name"), WRITTEN)
 def test_export_then_import_keeps_the_positions_bit_for_bit(to, kind, name, base, tmp_path):
     rope = SCALED[name]

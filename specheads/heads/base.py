@@ -24,7 +24,7 @@ from specheads.decoding.tree.draft_ids import DraftIds
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
-from specheads.losses.objective import Objective, Scores
+from specheads.losses.objective import Scores, score_drafts
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import Teacher
 from specheads.options import refuse_unknown
@@ -265,8 +265,7 @@ class DraftHead(nn.Module, Drafter, ABC):
         """Score drafts against the base by the config's loss. rows: the outputs of each draft s, (R_s, H). overlaps:
         compute α in training too."""
         assert self.config.vocab_size is not None
-        objective = Objective(parse_loss(self.config.loss), depth_weights, self.config.dpace)
-        return objective(
+        return score_drafts(
             targets,
             batch.teacher,
             rows,
@@ -274,6 +273,9 @@ class DraftHead(nn.Module, Drafter, ABC):
             self.output_parameters(),
             self.draft_ids,
             vocab_size=self.config.vocab_size,
+            loss=self.config.loss,
+            depth_weights=depth_weights,
+            pace=self.config.dpace,
             overlaps=overlaps or not self.training,
         )
 

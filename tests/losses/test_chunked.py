@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from specheads.data.datasets import Collator
-from specheads.heads import draws
+from specheads.heads.draws import keys as random_keys
 from specheads.heads.starts.anchors import AnchoredStarts
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.targets import DraftTargets
-from specheads.losses.teacher import LastHidden
+from specheads.losses.teacher import LiveTeacher
 from tests.reference.slow_heads import rows, spec_model
 
 ROWS, HIDDEN, VOCAB = 11, 5, 7
@@ -98,14 +98,14 @@ def test_gradients_of_half_precision_are_not_rounded_once_a_chunk():
 def test_teacher_probs_are_computed_once_a_position_and_only_where_losses_or_ranks_need_them(
     kind, options, everywhere, monkeypatch
 ):
-    seen, logits_at = [], LastHidden.logits_at
-    monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
+    seen, logits_at = [], LiveTeacher.logits_at
+    monkeypatch.setattr(LiveTeacher, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     model, batch = spec_model(kind, anchors=2, **options).train(), Collator(0)(rows(20, 9))
     targets = DraftTargets.from_batch(
         batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3
     )
     model.draw_seed = 1
-    keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
+    keys = random_keys(batch["input_ids"], batch["attention_mask"], 1)
     anchored = AnchoredStarts.sample(targets, keys, 2).select(targets)
     model(**batch)
     wanted = anchored.valid if everywhere else anchored.counted
@@ -114,7 +114,7 @@ def test_teacher_probs_are_computed_once_a_position_and_only_where_losses_or_ran
 
 
 def test_a_parallel_heads_blocks_share_teacher_probs_where_they_overlap(monkeypatch):
-    seen, logits_at = [], LastHidden.logits_at
-    monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
+    seen, logits_at = [], LiveTeacher.logits_at
+    monkeypatch.setattr(LiveTeacher, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     spec_model("parallel").train()(**Collator(0)(rows(20)))
     assert len(seen) == len(set(seen)) > 10

@@ -12,7 +12,7 @@ from specheads.losses import chunked, objective
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights
 from specheads.losses.targets import ENDED, DraftTargets
-from specheads.losses.teacher import LastHidden, WholeLogits, tap_base
+from specheads.losses.teacher import LiveTeacher, tap_base
 from specheads.models.convert import convert
 from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
 from tests.support.families import FAMILIES, build
@@ -233,7 +233,7 @@ def test_the_teacher_is_the_distribution_of_the_base_and_the_taps_are_its_hidden
         torch.testing.assert_close(features[seen], concat_taps(out.hidden_states, layers, ids)[seen])
         probs = teacher.probs(torch.arange(14)[seen.flatten()], None)
         torch.testing.assert_close(probs.log_p, out.logits[seen].float().log_softmax(-1), rtol=1e-4, atol=1e-5)
-    assert isinstance(teacher, LastHidden | WholeLogits)
+    assert isinstance(teacher, LiveTeacher)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)

@@ -185,5 +185,5 @@ def base_loss(config: JointConfig, batch: TapBatch, adapted: LiveTeacher, base: 
         return ()
 
     chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)
-    total, _ = chunked_sum(compute, [adapted.rows(targets.positions)], (), chunk)
+    total, _ = chunked_sum(compute, [adapted.outputs[targets.positions]], (), chunk)
     return total / batch.denominator

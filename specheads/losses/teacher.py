@@ -42,11 +42,11 @@ class TeacherProbs:
 
     best (R,): the likeliest token. log_p (R, X): over the outcomes compared, whose probabilities sum to 1.
     mass (R,): the probability of these outcomes under the whole vocabulary.
-    draft_ids: None if each token of the draft vocabulary is an outcome, X = Vd. If only K tokens are known, (R, K) their
-      ids in the draft vocabulary, −1 outside, and there are X = K + 1 outcomes: these, and the tail, the rest of the
-      draft vocabulary. Tokens outside have probability 0. How much of the tail lies outside is unknown. All of it is
-      taken to lie inside, where the frequent tokens are, unless the K tokens include the whole draft vocabulary. So mass
-      is too large by at most the tail, and Σ min(p, q) over the outcomes is no smaller than over the tokens.
+    draft_ids: None if each token of the draft vocabulary is an outcome, X = Vd. If only K tokens are known, (R, K)
+      their ids in the draft vocabulary, −1 outside, and there are X = K + 1 outcomes: these, and the tail, the rest of
+      the draft vocabulary. Tokens outside have probability 0. How much of the tail lies outside is unknown. All of it
+      is taken to lie inside, where the frequent tokens are, unless the K tokens include the whole draft vocabulary. So
+      mass is too large by at most the tail, and Σ min(p, q) over the outcomes is no smaller than over the tokens.
     """
 
     best: Tensor

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads.data.datasets import Collator
-from specheads.heads.starts.anchors import AnchoredStarts
+from specheads.heads.sampling import AnchoredStarts
 from specheads.losses.targets import ENDED
 from tests.reference.slow_heads import rows, spec_model
 
@@ -74,7 +74,7 @@ def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, fir
         order = torch.zeros(3, lengths[0])
         for row, columns in enumerate(chosen):
             order[row, list(columns)] = 0.9
-        monkeypatch.setattr("specheads.heads.draws.uniform", lambda _, order=order: order)
+        monkeypatch.setattr("specheads.heads.sampling.uniform", lambda _, order=order: order)
         found.append(value_and_gradients(model, batch)[0])
         monkeypatch.undo()
     assert len({float(each[0]) for each in found}) > 10, "the draws hardly differ"

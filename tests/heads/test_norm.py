@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.block import RMSNorm
 
 # In a process of its own: torch warns of it once.
 RUN = """

@@ -7,10 +7,9 @@ from peft import LoraConfig
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data.datasets import Collator, pack
 from specheads.decoding.planner import ChildLogits
-from specheads.heads import draws
-from specheads.heads.parallel import head as parallel
-from specheads.heads.parallel.config import ParallelConfig
-from specheads.heads.starts.anchors import AnchoredBlocks
+from specheads.heads import parallel, sampling
+from specheads.heads.parallel import ParallelConfig
+from specheads.heads.sampling import AnchoredBlocks
 from specheads.losses.targets import tokens_left
 from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 from tests.support.families import FAMILIES, build
@@ -62,14 +61,14 @@ def test_sampled_blocks_represent_all_of_their_row_and_follow_the_seed():
     every = AnchoredBlocks.sample(supervised, documents, 2)
     total, seen = every.learned.sum((1, 2)).float(), torch.zeros_like(supervised, dtype=torch.float)
     for seed in range(300):
-        some = AnchoredBlocks.sample(supervised, documents, 2, 3, draws.keys(tokens, documents, seed))
+        some = AnchoredBlocks.sample(supervised, documents, 2, 3, sampling.random_keys(tokens, documents, seed))
         kept = some.learned[:, :, 0]
         assert (kept.sum(1) == every.learned[:, :, 0].sum(1).clamp(max=3)).all()
         assert torch.equal((kept * some.weights).sum(1), every.learned[:, :, 0].sum(1).float())
         seen.scatter_add_(1, some.anchors, (kept * some.weights) / 300)
     able = torch.zeros_like(seen).scatter_(1, every.anchors, every.learned[:, :, 0].float()) > 0
     assert (seen[~able] == 0).all() and ((seen[able] - 1).abs() < 0.5).all() and total.min() > 0
-    again = AnchoredBlocks.sample(supervised, documents, 2, 3, draws.keys(tokens, documents, 299))
+    again = AnchoredBlocks.sample(supervised, documents, 2, 3, sampling.random_keys(tokens, documents, 299))
     assert torch.equal(again.anchors, some.anchors)
 
 
@@ -79,7 +78,7 @@ def test_a_step_on_sampled_anchors_has_the_loss_of_those_blocks():
     batch = Collator(0)(data)
     model.draw_seed = 4
     loss = model(**batch).loss
-    keys = draws.keys(batch["input_ids"], batch["attention_mask"], 4)
+    keys = sampling.random_keys(batch["input_ids"], batch["attention_mask"], 4)
     blocks = AnchoredBlocks.sample(batch["labels"] != -100, batch["attention_mask"], 3, 3, keys)
     slow = 0.0
     for row, anchors, learned, weights in zip(data, blocks.anchors, blocks.learned, blocks.weights, strict=True):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from specheads.data.datasets import Collator
-from specheads.heads.draws import keys as random_keys
-from specheads.heads.starts.anchors import AnchoredStarts
+from specheads.heads.sampling import AnchoredStarts, random_keys
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LiveTeacher

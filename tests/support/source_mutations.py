@@ -534,7 +534,7 @@ MUTATIONS = (
     M("run that continues after a miss", "losses.metrics:AcceptanceMeter.add",
       "hits.long().cumprod(1)", "hits.long()", METRICS, "brute_force"),
     M("sampled length without its bonus", "losses.metrics:AcceptanceMeter.compute",
-      "1 + sum(products)", "sum(products)", METRICS, "sampled"),
+      '1 + sum(sums["products"])', 'sum(sums["products"])', METRICS, "sampled"),
     M("terms not divided by tokens", "losses.metrics:TrainingMeter.combined",
       "max(tokens, 1)", "1", METRICS, "terms"),
     M("calibration: the rarest paths", "models.calibration:calibrate_tree",

@@ -94,7 +94,9 @@ class AcceptanceMeter:
             rows |= {"measured": one, "measured_drafts": drafted, "alphas": alphas, "products": alphas.cumprod(1)}
         totals = {name: values.double().sum(0) for name, values in rows.items()}
         accepted, starts = totals["runs"].sum(), totals["starts"].sum()
-        totals["moments"] = torch.stack([(starts > 0).double(), accepted * accepted, accepted * starts, starts * starts])
+        totals["moments"] = torch.stack(
+            [(starts > 0).double(), accepted * accepted, accepted * starts, starts * starts]
+        )
         add_sums(self.sums, totals)
 
     def merge(self, other: AcceptanceMeter) -> None:

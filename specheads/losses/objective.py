@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.tree.draft_ids import DraftIds
-from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
+from specheads.losses.chunked import Add, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, overlap, parse_loss, position_weights
 from specheads.losses.targets import ENDED, DraftTargets
 from specheads.losses.teacher import Teacher, TeacherProbs
@@ -101,8 +101,8 @@ def score_drafts(
             result = result + torch.where(best >= 0, each.sum(0), 0)
         return result
 
-    def score_chunk(span: slice, _: Tensor, needed: Tensor, *by_draft: Tensor) -> Steps:
-        """Yields the weighted loss of each trained draft, and returns losses, ranks and overlaps (C, S).
+    def score_chunk(add: Add, span: slice, _: Tensor, needed: Tensor, *by_draft: Tensor) -> tuple[Tensor, ...]:
+        """Adds the weighted loss of each trained draft, and returns losses, ranks and overlaps (C, S).
 
         needed: indices of the positions whose teacher probabilities are needed. by_draft: the indices (C_s,) of each
         draft's positions, then those of each that are ranked, then each draft's rows (C_s, H).
@@ -128,7 +128,7 @@ def score_drafts(
                 alphas[at - span.start, s] = overlap(q, p.log_p + p.mass.log().unsqueeze(1))
             if trained[s]:
                 loss = losses_of(log_q, tokens[at], p, best[here])
-                yield (loss * weights[at, s]).sum()
+                add((loss * weights[at, s]).sum())
                 losses[at - span.start, s] = loss.detach()
         return losses, ranks, alphas
 
@@ -154,13 +154,13 @@ def draft_chances(
 ) -> Tensor:
     """(R, S) the probability that each draft gives its target token, `tokens` (R,) in the draft vocabulary."""
 
-    def compute(span: slice, _: Tensor, *by_draft: Tensor) -> Steps:
+    def compute(add: Add, span: slice, _: Tensor, *by_draft: Tensor) -> tuple[Tensor, ...]:
         chances = rows[0].new_zeros(span.stop - span.start, len(rows), dtype=at_least_float32(rows[0]).dtype)
         for s, (indices, hidden) in enumerate(zip(by_draft[: len(rows)], by_draft[len(rows) :], strict=True)):
             q, token = at_least_float32(project(hidden, s)).softmax(-1), tokens[indices]
             chance = q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
             chances[indices - span.start, s] = chance * (token >= 0)
-        yield chances.new_zeros(())
+        add(chances.new_zeros(()))
         return (chances,)
 
     every = torch.arange(len(tokens), device=tokens.device)

@@ -36,13 +36,13 @@ def test_drafts_that_are_left_out_leave_value_gradients_and_returned_tensors_as_
     parameters = [p for layer in layers[:2] for p in layer.parameters()]
     cut = []
 
-    def compute(here, every, *given):
+    def compute(add, here, every, *given):
         cut.append(here)
         assert torch.equal(every, torch.arange(ROWS)[here])
         best = torch.full((len(every), 3), -1)
         for s, (indices, part) in enumerate(zip(given[:3], given[3:], strict=True)):
             loss, best[indices - here.start, s] = losses(layers[s], part, indices)
-            yield loss.sum()
+            add(loss.sum())
         return (best,)
 
     total, (best,) = chunked_sum(compute, [torch.arange(ROWS), *of, *parts], parameters, chunk, [*of, *of])
@@ -65,10 +65,10 @@ def test_gradients_keep_their_dtype_and_do_not_depend_on_the_chunk(dtype, autoca
     layer, hidden = torch.nn.Linear(HIDDEN, VOCAB).to(dtype), drawn(ROWS, HIDDEN).to(dtype).requires_grad_()
     frozen = drawn(ROWS, HIDDEN).to(dtype)
 
-    def compute(span, part):
+    def compute(add, span, part):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            yield layer(part).float().logsumexp(-1).sum()
-            yield layer(frozen[span]).float().logsumexp(-1).sum()  # no gradient reaches `hidden` here
+            add(layer(part).float().logsumexp(-1).sum())
+            add(layer(frozen[span]).float().logsumexp(-1).sum())  # no gradient reaches `hidden` here
         return ()
 
     found = []
@@ -83,8 +83,8 @@ def test_gradients_keep_their_dtype_and_do_not_depend_on_the_chunk(dtype, autoca
 def test_gradients_of_half_precision_are_not_rounded_once_a_chunk():
     weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
 
-    def compute(span, part):
-        yield (part * weight).sum()
+    def compute(add, span, part):
+        add((part * weight).sum())
         return ()
 
     total, _ = chunked_sum(compute, [torch.ones(1000, dtype=torch.bfloat16)], [weight], 1)

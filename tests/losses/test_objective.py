@@ -50,11 +50,11 @@ def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_plain_form(name, ch
     hidden, weight, teacher = draw(ROWS, HIDDEN).requires_grad_(), draw(VOCAB, HIDDEN).requires_grad_(), draw(ROWS, 11)
     token, scale = torch.randint(0, VOCAB, (ROWS,), generator=generator), draw(ROWS).abs()
 
-    def compute(here, part):
+    def compute(add, here, part):
         log_q = (part @ weight.T).log_softmax(-1)
         own = -log_q.gather(1, token[here].unsqueeze(1)).squeeze(1)
         loss = own if name == HARD else DISTRIBUTION_LOSSES[name](log_q, teacher[here].log_softmax(-1))
-        yield (loss * scale[here]).sum()
+        add((loss * scale[here]).sum())
         return (log_q.argmax(-1),)
 
     total, (best,) = chunked_sum(compute, [hidden], [weight], chunk)
@@ -73,12 +73,12 @@ def test_under_zero3_chunks_are_recomputed_to_the_same_gradients_and_as_many_as_
     hidden = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
     calls = []
 
-    def compute(here, part):
+    def compute(add, here, part):
         calls.append(len(part))
         losses = []
         for some in (part[:1], part[1:]):
             losses.append((some @ weight.T).logsumexp(-1))
-            yield losses[-1].sum()
+            add(losses[-1].sum())
         return (torch.cat(losses).detach(),)
 
     found = []
@@ -244,17 +244,16 @@ def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
         hidden, weight = (torch.empty(n, 256, device="meta", requires_grad=True) for n in (8192, 131_072))
         theirs, matrix = (torch.empty(n, 256, device="meta") for n in (8192, 131_072))
 
-        def compute(here, part):
+        def loss_of(here, part):
             log_p = (theirs[here] @ matrix.T).log_softmax(-1)
-            yield DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+            return DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+
+        def compute(add, here, part):
+            add(loss_of(here, part))
             return ()
 
         with LiveMemory() as memory:
-            loss = (
-                next(compute(slice(None), hidden))
-                if chunk is None
-                else chunked_sum(compute, [hidden], [weight], chunk)[0]
-            )
+            loss = loss_of(slice(None), hidden) if chunk is None else chunked_sum(compute, [hidden], [weight], chunk)[0]
             loss.backward()
         return memory.peak
 

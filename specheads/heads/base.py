@@ -71,7 +71,7 @@ class DraftHead(nn.Module, Drafter, ABC):
     """A module that learns to draft, and a drafter.
 
     A subclass sets `Config` and implements
-      training: `loss`, `draft_logits`, `output_parameters`, `scored_depths`;
+      training: `loss`, `scored_depths`, and `draft_logits`, `output_parameters` unless it drafts by the base's matrix;
       drafting: `usual_plan`, `propose`.
     It overrides the others where their defaults do not hold: `attends`, `target_ids`, `passes`, `unrolled_starts`,
     `refuse_unfit`, `copy_frozen_weights`, `initialise`.
@@ -157,13 +157,13 @@ class DraftHead(nn.Module, Drafter, ABC):
     def initialise(self, base: nn.Module) -> None:
         """Start from weights of the base, where shapes match."""
 
-    @abstractmethod
     def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """The head's output at a depth (…, H) → logits (…, Vd). lm_head is the base's."""
+        return lm_head(hidden)
 
-    @abstractmethod
     def output_parameters(self) -> list[Tensor]:
         """The head's parameters that `draft_logits` uses."""
+        return []
 
     @abstractmethod
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -64,12 +64,6 @@ class EagleHead(FeatureHead):
         x = self.fc(torch.cat([embedded, hidden], -1))
         return x, x
 
-    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any) -> Tensor:
-        return lm_head(hidden)
-
-    def output_parameters(self) -> list[Tensor]:
-        return []
-
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         noisy = self.training and config.noise > 0

@@ -93,10 +93,6 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         self.norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
-    @property
-    def scored_depths(self) -> int:
-        return self.config.steps
-
     def output_layers(self) -> list[nn.Linear]:
         return [self.lm_head]
 

@@ -68,7 +68,8 @@ class MedusaConfig(HeadConfig):
         return {**defaults, "tap": layer_count(base_config), "draft_vocab_size": base_config.vocab_size}
 
     def with_base_defaults(self, base_config: Any) -> Self:
-        if self.tap is not None and not 0 <= self.tap <= (layers := layer_count(base_config)):
+        layers = layer_count(base_config)
+        if self.tap is not None and not 0 <= self.tap <= layers:
             raise ValueError(
                 f"{self.kind} head option tap={self.tap} does not exist: the base has {layers} layers, so give 0 to "
                 f"{layers}"

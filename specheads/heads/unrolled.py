@@ -71,6 +71,10 @@ class UnrolledHead(DraftHead):
 
     config: UnrolledConfig
 
+    @property
+    def scored_depths(self) -> int:
+        return self.config.steps
+
     def passes(self, length: int) -> float:
         return sum(self.passes_of(step, length) for step in range(self.config.steps))
 

@@ -8,7 +8,8 @@ from specheads.heads.sampling import AnchoredStarts, random_keys
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LiveTeacher
-from tests.reference.slow_heads import rows, spec_model
+from tests.reference.slow_heads import rows
+from tests.reference.slow_heads import shallow_spec_model as spec_model
 
 ROWS, HIDDEN, VOCAB = 11, 5, 7
 

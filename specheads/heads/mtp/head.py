@@ -121,10 +121,6 @@ class MtpHead(UnrolledHead):
                 module._buffers[own] = before.to(after.device)
         return self
 
-    @property
-    def scored_depths(self) -> int:
-        return self.config.steps
-
     def refuse_unfit(self, base: Any) -> None:
         refuse_more_than_lm_head(base, self.config.kind)
         hidden = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size or 0)
@@ -157,12 +153,6 @@ class MtpHead(UnrolledHead):
         deeper, as they must have seen it. If depths exceed the modules, all are used again."""
         n = self.config.num_modules
         return range(depth, depths) if depths <= n else range(n)
-
-    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        return lm_head(hidden)
-
-    def output_parameters(self) -> list[Tensor]:
-        return []
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config

@@ -27,7 +27,6 @@ class EagleConfig(FeatureConfig):
     kind: ClassVar[str] = "eagle"
     title: ClassVar[str] = "EAGLE"
     loss_terms: ClassVar[tuple[str, ...]] = ("feature", "token_loss")
-    aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
 
     feature_weight: float = 1.0
     token_loss_weight: float = 0.1

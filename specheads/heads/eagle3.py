@@ -33,7 +33,6 @@ class Eagle3Config(FeatureConfig):
 
     kind: ClassVar[str] = "eagle3"
     title: ClassVar[str] = "EAGLE-3"
-    aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
     unrecorded: ClassVar[dict[str, Any]] = {"norm_before_residual": False}
 
     draft_vocab_size: int | None = None

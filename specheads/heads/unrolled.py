@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ class UnrolledConfig(HeadConfig, ABC):
 @dataclass(frozen=True)
 class FeatureConfig(DecoderConfig, UnrolledConfig, ABC):
     """Options of a FeatureHead."""
+
+    aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
 
 
 class UnrolledHead(DraftHead):

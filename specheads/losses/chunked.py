@@ -59,10 +59,11 @@ def _cuts(tensors: Sequence[Tensor], chunk: int, row_indices: Sequence[Tensor] |
     edges_of_each = [edges] * len(tensors)
     if row_indices:
         bounds = torch.tensor(edges, device=tensors[0].device)
-        found = torch.stack([torch.searchsorted(indices, bounds) for indices in row_indices])
-        edges_of_each = [edges, *found.tolist()]
-    slices = [[slice(start, end) for start, end in pairwise(each)] for each in edges_of_each]
-    return list(zip(slices[0], map(list, zip(*slices, strict=True)), strict=True))
+        edges_of_each = [edges, *torch.stack([torch.searchsorted(indices, bounds) for indices in row_indices]).tolist()]
+    return [
+        (slice(start, end), [slice(*each[i : i + 2]) for each in edges_of_each])
+        for i, (start, end) in enumerate(pairwise(edges))
+    ]
 
 
 def _concatenate(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specheads.bench import environment, report
 from specheads.bench.memory import LiveMemory
-from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
+from specheads.losses.chunked import Add, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES
 
 ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
@@ -31,13 +31,16 @@ ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
 def loss_of(name: str, given: list[Tensor], chunk: int | None) -> Tensor:
     hidden, weight, target_hidden, target_weight = given
 
-    def compute(here: slice, part: Tensor) -> Steps:
+    def loss(here: slice, part: Tensor) -> Tensor:
         log_p = (target_hidden[here] @ target_weight.T).log_softmax(-1)
-        yield DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+        return DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+
+    def compute(add: Add, here: slice, part: Tensor) -> tuple[Tensor, ...]:
+        add(loss(here, part))
         return ()
 
     if chunk is None:
-        return next(compute(slice(None), hidden))
+        return loss(slice(None), hidden)
     return chunked_sum(compute, [hidden], [weight], chunk)[0]
 
 

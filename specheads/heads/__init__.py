@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from specheads.heads.base import DraftHead, HeadConfig, TapBatch
+from specheads.heads.base import DraftHead, TapBatch
+from specheads.heads.config import HeadConfig
 from specheads.heads.eagle import EagleConfig, EagleHead
 from specheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from specheads.heads.hydra import HydraConfig, HydraHead
 from specheads.heads.medusa import MedusaConfig, MedusaHead
 from specheads.heads.mtp.config import MtpConfig
 from specheads.heads.mtp.head import MtpHead
-from specheads.heads.parallel.config import ParallelConfig
-from specheads.heads.parallel.head import ParallelHead
+from specheads.heads.parallel import ParallelConfig, ParallelHead
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.options import refuse_unknown, shown
 

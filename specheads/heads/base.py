@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,97 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import NoDraft, Plan, StaticTree
-from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.tree.draft_ids import DraftIds
-from specheads.heads import draws
-from specheads.heads.limits import DEEPEST, check_choices, check_options
-from specheads.losses.functions import parse_loss
-from specheads.losses.objective import Objective, Scores
+from specheads.heads.config import HeadConfig
+from specheads.heads.sampling import random_keys
+from specheads.losses.objective import Scores, score_drafts
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import Teacher
-from specheads.options import refuse_unknown
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """Options of a head. `with_base_defaults` takes each size that is None from the base's config.
-
-    loss: one of `losses.functions.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as 'hard:0.1,tv:1.8'.
-    dpace: the floor of D-PACE's position weights (0.5 as published); None weights by depth alone.
-    tree: the default static tree, as text ("chain:4") or as choices, each a path of ranks, as found by
-      `calibration.calibrate_tree`; None: the usual tree of this kind of head on the device.
-
-    A subclass sets `kind`, adds its options as fields and their `bounds`, and overrides the properties below where they
-    differ.
-    """
-
-    kind: ClassVar[str] = ""
-    title: ClassVar[str] = ""  # in a model card; "" for the kind
-    loss_terms: ClassVar[tuple[str, ...]] = ()  # reported by `loss` besides those of every head
-    aliases: ClassVar[dict[str, str]] = {}  # other spellings of options → their names here
-    unrecorded: ClassVar[dict[str, Any]] = {}  # options older checkpoints lack → their value there, if not the default
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {  # least and greatest value; added to those of base classes
-        "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "dpace": (0, 1),
-    }  # fmt: skip
-
-    hidden_size: int | None = None
-    vocab_size: int | None = None
-    loss: str = "ce"
-    dpace: float | None = None
-    tree: tuple[tuple[int, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.tree, str | StaticTree):
-            object.__setattr__(self, "tree", static_choices(self.tree, self.fixed_depth or STATIC_DEPTH))
-        check_options(self)
-        parse_loss(self.loss)
-        if self.tree is not None:
-            check_choices(self.kind, self.tree, self.max_depth, self.output_size)
-            object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError if the choices form no tree
-
-    @property
-    def max_depth(self) -> int:
-        """Tokens of the longest draft."""
-        return DEEPEST
-
-    @property
-    def fixed_depth(self) -> int | None:
-        """How many depths are drafted, if each has a network of its own; None if one network drafts every depth."""
-        return None
-
-    @property
-    def served_depth(self) -> int:
-        """Tokens of a draft when another program serves the head."""
-        return self.max_depth
-
-    @property
-    def output_size(self) -> int | None:
-        """The size of the draft vocabulary, Vd; None until the sizes are filled in."""
-        return self.vocab_size
-
-    @classmethod
-    def from_options(cls, options: dict[str, Any]) -> Self:
-        """From options by name, other toolkits' spellings included. ValueError for an unknown one."""
-        refuse_unknown(options, [*(f.name for f in fields(cls)), *cls.aliases], what=f"{cls.kind} head option")
-        values: dict[str, Any] = {}
-        for name, value in options.items():
-            key = cls.aliases.get(name, name)
-            if key in values:
-                raise ValueError(f"{cls.kind} head option {key!r} is given twice (once as {name!r})")
-            values[key] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
-
-    def with_base_defaults(self, base_config: Any) -> Self:
-        """A copy whose missing sizes are taken from the base's text config."""
-        defaults = {"hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size}
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +62,16 @@ class TapBatch:
         return DraftTargets.from_batch(self.tokens, self.supervised, self.documents, depths)
 
     def keys(self) -> Tensor:
-        """(B, T) int64 keys of random numbers, see `draws`; a row's keys do not depend on its batch."""
+        """(B, T) int64 keys of random numbers, see `sampling`; a row's keys do not depend on its batch."""
         seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
-        return draws.keys(self.tokens, self.documents, seed)
+        return random_keys(self.tokens, self.documents, seed)
 
 
 class DraftHead(nn.Module, Drafter, ABC):
     """A module that learns to draft, and a drafter.
 
     A subclass sets `Config` and implements
-      training: `layers`, `loss`, `draft_logits`, `output_parameters`, `scored_depths`;
+      training: `loss`, `scored_depths`, and `draft_logits`, `output_parameters` unless it drafts by the base's matrix;
       drafting: `usual_plan`, `propose`.
     It overrides the others where their defaults do not hold: `attends`, `target_ids`, `passes`, `unrolled_starts`,
     `refuse_unfit`, `copy_frozen_weights`, `initialise`.
@@ -176,10 +95,10 @@ class DraftHead(nn.Module, Drafter, ABC):
         return checkpoint(function, *inputs, use_reentrant=False, **self.checkpointing)
 
     @property
-    @abstractmethod
     def layers(self) -> tuple[int, ...]:
         """The base's hidden_states that it reads, as Hugging Face indices: 0 embeddings, n after the final norm; n + 1:
         the last layer's output before it."""
+        return self.config.layers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -201,12 +120,10 @@ class DraftHead(nn.Module, Drafter, ABC):
 
     @property
     def fixed_depth(self) -> int | None:
-        """See HeadConfig.fixed_depth."""
         return self.config.fixed_depth
 
     @property
     def max_depth(self) -> int:
-        """See HeadConfig.max_depth."""
         return self.config.max_depth
 
     @property
@@ -240,13 +157,13 @@ class DraftHead(nn.Module, Drafter, ABC):
     def initialise(self, base: nn.Module) -> None:
         """Start from weights of the base, where shapes match."""
 
-    @abstractmethod
     def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """The head's output at a depth (…, H) → logits (…, Vd). lm_head is the base's."""
+        return lm_head(hidden)
 
-    @abstractmethod
     def output_parameters(self) -> list[Tensor]:
         """The head's parameters that `draft_logits` uses."""
+        return []
 
     @abstractmethod
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -265,8 +182,7 @@ class DraftHead(nn.Module, Drafter, ABC):
         """Score drafts against the base by the config's loss. rows: the outputs of each draft s, (R_s, H). overlaps:
         compute α in training too."""
         assert self.config.vocab_size is not None
-        objective = Objective(parse_loss(self.config.loss), depth_weights, self.config.dpace)
-        return objective(
+        return score_drafts(
             targets,
             batch.teacher,
             rows,
@@ -274,6 +190,9 @@ class DraftHead(nn.Module, Drafter, ABC):
             self.output_parameters(),
             self.draft_ids,
             vocab_size=self.config.vocab_size,
+            loss=self.config.loss,
+            depth_weights=depth_weights,
+            pace=self.config.dpace,
             overlaps=overlaps or not self.training,
         )
 

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
-from specheads.heads import draws
 from specheads.heads.base import TapBatch
-from specheads.heads.feature import FeatureHead, UnrolledFeatureConfig
-from specheads.heads.limits import DEEPEST
+from specheads.heads.sampling import split_keys, uniform
+from specheads.heads.unrolled import FeatureConfig, FeatureHead
 from specheads.losses.functions import feature_distance
 
 
 @dataclass(frozen=True)
-class EagleConfig(UnrolledFeatureConfig):
+class EagleConfig(FeatureConfig):
     """feature_weight, token_loss_weight: of the two losses. noise: half-width of the uniform feature noise. fc_bias:
     does the fusing layer have a bias? steps: 1 as published, more as in HASS (arXiv:2408.15766). metric_steps: steps
     unrolled in evaluation, for the accepted length of a chain."""
@@ -28,10 +27,6 @@ class EagleConfig(UnrolledFeatureConfig):
     kind: ClassVar[str] = "eagle"
     title: ClassVar[str] = "EAGLE"
     loss_terms: ClassVar[tuple[str, ...]] = ("feature", "token_loss")
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {
-        "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
-        "metric_steps": (1, DEEPEST),
-    }  # fmt: skip
 
     feature_weight: float = 1.0
     token_loss_weight: float = 0.1
@@ -43,10 +38,6 @@ class EagleConfig(UnrolledFeatureConfig):
         super().__post_init__()
         if self.taps is not None and len(self.taps) != 1:
             raise ValueError(f"an eagle head reads one layer, not taps={self.taps}")
-
-    @classmethod
-    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        return (num_layers,)
 
 
 class EagleHead(FeatureHead):
@@ -72,12 +63,6 @@ class EagleHead(FeatureHead):
         x = self.fc(torch.cat([embedded, hidden], -1))
         return x, x
 
-    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any) -> Tensor:
-        return lm_head(hidden)
-
-    def output_parameters(self) -> list[Tensor]:
-        return []
-
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         noisy = self.training and config.noise > 0
@@ -100,5 +85,5 @@ class EagleHead(FeatureHead):
 
 def with_noise(features: Tensor, keys: Tensor, width: float) -> Tensor:
     """features (B, T, F) + U(−width, width), drawn by keys (B, T)."""
-    noise = [draws.uniform(row).mul_(2 * width).sub_(width) for row in draws.split_keys(keys, features.shape[2])]
+    noise = [uniform(row).mul_(2 * width).sub_(width) for row in split_keys(keys, features.shape[2])]
     return features + torch.stack(noise).to(features.dtype)

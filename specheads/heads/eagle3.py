@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads.base import TapBatch
-from specheads.heads.feature import FeatureHead, UnrolledFeatureConfig
-from specheads.heads.layers.block import copy_norm, final_norm
-from specheads.heads.layers.norm import RMSNorm
-from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
+from specheads.heads.layers.block import RMSNorm, copy_norm, final_norm
+from specheads.heads.unrolled import FeatureConfig, FeatureHead
+from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary
+
+USUAL_DRAFT_VOCABULARY = 32_000
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
-    """steps: how many training-time test unrolls. step_decay: the loss of step s has weight step_decay^s.
+class Eagle3Config(FeatureConfig):
+    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, at most 32,000).
+    steps: how many training-time test unrolls. step_decay: the loss of step s has weight step_decay^s.
 
     norm_features: a norm on each tapped layer before they are fused. norm_before_fc: one norm on their concatenation.
     norm_before_residual: the block adds to the normed hidden state. False, as published: to the hidden state itself,
@@ -28,9 +33,9 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
 
     kind: ClassVar[str] = "eagle3"
     title: ClassVar[str] = "EAGLE-3"
-    default_limit: ClassVar[int | None] = 32_000
     unrecorded: ClassVar[dict[str, Any]] = {"norm_before_residual": False}
 
+    draft_vocab_size: int | None = None
     steps: int = 7
     step_decay: float = 0.8
     norm_features: bool = False
@@ -40,10 +45,13 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"eagle3 head option step_decay={self.step_decay} must be above 0 and at most 1")
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
         if self.norm_features and self.norm_before_fc:
             raise ValueError("eagle3 head options norm_features and norm_before_fc: give one of them, not both")
+
+    @property
+    def output_size(self) -> int | None:
+        return self.draft_vocab_size or self.vocab_size
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
@@ -52,6 +60,16 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
             # Too few layers for the published choice: the first, a middle and the last.
             taps = (min(1, num_layers), (num_layers + 1) // 2, num_layers)
         return taps
+
+    def base_defaults(self, base_config: Any) -> dict[str, Any]:
+        defaults = super().base_defaults(base_config)
+        taps: tuple[int, ...] = defaults["taps"]
+        if self.taps is None and len(set(taps)) < len(taps):
+            _log.warning(
+                "%s: a base of %d layers has too few for %d taps: the head reads layers %s, some more than once",
+                self.kind, layer_count(base_config), len(taps), ", ".join(map(str, taps)),
+            )  # fmt: skip
+        return {**defaults, "draft_vocab_size": min(base_config.vocab_size, USUAL_DRAFT_VOCABULARY)}
 
 
 class Eagle3Head(FeatureHead, DraftVocabulary):
@@ -73,10 +91,6 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         self.hidden_norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-
-    @property
-    def scored_depths(self) -> int:
-        return self.config.steps
 
     def output_layers(self) -> list[nn.Linear]:
         return [self.lm_head]

@@ -19,19 +19,23 @@ from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.decoding.verify.cache import gather_nodes
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import DecoderBlock, copy_layer, copy_norm, final_norm
-from specheads.heads.layers.decoder import Attend, DecoderConfig, document_mask, read_committed
-from specheads.heads.layers.norm import RMSNorm
-from specheads.heads.starts.depths import DepthHeads, DepthHeadsConfig, ResBlock
+from specheads.heads.config import DecoderConfig
+from specheads.heads.layers.block import (
+    Attend,
+    DecoderBlock,
+    RMSNorm,
+    copy_layer,
+    copy_norm,
+    document_mask,
+    final_norm,
+    read_committed,
+)
+from specheads.heads.medusa import MedusaConfig, MedusaHead, ResBlock
 from specheads.losses.targets import DraftTargets
-
-_DECODER_OPTIONS = [
-    name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__
-]
 
 
 @dataclass(frozen=True)
-class HydraConfig(DecoderConfig, DepthHeadsConfig):
+class HydraConfig(DecoderConfig, MedusaConfig):
     """prefix_layer: have Hydra++'s decoder layer, with the sizes in the options of DecoderConfig. loss: by default
     against the base's distribution, as Hydra++ is trained; the original Hydra has loss='hard'."""
 
@@ -39,24 +43,21 @@ class HydraConfig(DecoderConfig, DepthHeadsConfig):
     title: ClassVar[str] = "Hydra"
     aliases: ClassVar[dict[str, str]] = {"hydra_num_heads": "num_heads", "hydra_num_layers": "num_layers"}
 
+    loss: str = "ce"
     num_heads: int = 4
+    decay: float = 1.0
     prefix_layer: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prefix_layer:
-            sizes = [name for name in _DECODER_OPTIONS if getattr(self, name)]
-            if sizes:
-                raise ValueError(
-                    f"hydra head options {sizes} are sizes of the prefix layer: give prefix_layer=true too"
-                )
+        own = {*vars(DecoderConfig)["__annotations__"]} - {*vars(MedusaConfig)["__annotations__"]}
+        if not self.prefix_layer and (sizes := sorted(name for name in own if getattr(self, name))):
+            raise ValueError(f"hydra head options {sizes} are sizes of the prefix layer: give prefix_layer=true too")
 
-    def with_base_defaults(self, base_config: Any) -> HydraConfig:
-        return (
-            super().with_base_defaults(base_config)
-            if self.prefix_layer
-            else DepthHeadsConfig.with_base_defaults(self, base_config)
-        )
+    def base_defaults(self, base_config: Any) -> dict[str, Any]:
+        if not self.prefix_layer:
+            return MedusaConfig.base_defaults(self, base_config)
+        return super().base_defaults(base_config)
 
 
 class FusingBlock(nn.Module):
@@ -102,19 +103,21 @@ class PrefixLayer(nn.Module):
         self.norm.weight.fill_(self.norm.weight.square().mean().sqrt())
 
 
-class HydraHead(DepthHeads):
+class HydraHead(MedusaHead):
     Config = HydraConfig
     config: HydraConfig
 
+    output_bias = True
+
     def __init__(self, config: HydraConfig) -> None:
-        assert config.hidden_size is not None
-        size = config.hidden_size
-        blocks = [
-            nn.Sequential(FusingBlock((i + 2) * size, size), *[ResBlock(size) for _ in range(1, config.num_layers)])
-            for i in range(config.num_heads)
-        ]
-        super().__init__(config, nn.ModuleList(blocks), output_bias=True)
+        super().__init__(config)
         self.prefix = PrefixLayer(config) if config.prefix_layer else None
+
+    def make_block(self, depth: int) -> nn.Module:
+        size = self.config.hidden_size
+        assert size
+        rest = (ResBlock(size) for _ in range(1, self.config.num_layers))
+        return nn.Sequential(FusingBlock((depth + 2) * size, size), *rest)
 
     @property
     def attends(self) -> bool:

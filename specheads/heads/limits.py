@@ -17,10 +17,21 @@ from specheads.options import shown
 MOST_LAYERS = 64  # layers, or depths with a head each
 DEEPEST = 1024  # tokens of one draft
 MOST_NODES = 1024  # of a default static tree, and ranks at a node
-ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks against the base's layers
 MOST_POSITIONS = 2**27  # of a text
 MOST_LISTED = 64  # entries of a list, such as tapped layers
 _MOST_TABLES = 8  # tables and lists within one another
+_ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks against the base's layers
+# Option → (least, greatest) value.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "draft_vocab_size": (1, 2**24), "dpace": (0, 1),
+    "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**14),
+    "intermediate_size": (1, 2**24), "rms_norm_eps": (1e-20, 1), "num_layers": (1, MOST_LAYERS),
+    "num_heads": (1, MOST_LAYERS), "tap": _ANY_LAYER, "taps": _ANY_LAYER, "draft_depth": (1, DEEPEST),
+    "steps": (1, DEEPEST), "metric_steps": (1, DEEPEST), "decay": (1e-9, 1), "step_decay": (1e-9, 1),
+    "anchors": (1, 2**20), "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
+    "num_modules": (1, MOST_LAYERS), "layer_indices": (0, DEEPEST), "block_size": (1, DEEPEST),
+    "markov_rank": (0, 2**16), "mask_token_id": (0, 2**24),
+}  # fmt: skip
 # Names of a config's entries, as patterns → (least, greatest) value; the first that fits counts.
 _PLAUSIBLE = (
     (r"(^|_)eps(ilon)?$", 0, 1),
@@ -42,26 +53,22 @@ _EXPECTED = {
 @cache
 def _types(config: type) -> dict[str, tuple[type, bool]]:
     """Option → (type, whether it may be None)."""
-    found = {}
+    types = {}
     for name, hint in get_type_hints(config).items():
         parts = get_args(hint) if type(None) in get_args(hint) else (hint,)
-        found[name] = (get_origin(parts[0]) or parts[0], type(None) in parts)
-    return found
+        types[name] = (get_origin(parts[0]) or parts[0], type(None) in parts)
+    return types
 
 
-@cache
-def bounds_of(config: type) -> dict[str, tuple[float, float]]:
-    """Option → (least, greatest) value, from `bounds` of the class and of its base classes."""
-    found: dict[str, tuple[float, float]] = {}
-    for one in reversed(config.__mro__):
-        found |= vars(one).get("bounds", {})
-    return found
+def bounds_of(config: Any) -> dict[str, tuple[float, float]]:
+    """Option → (least, greatest) value, for the options of a head's config."""
+    return BOUNDS | config.bounds
 
 
 def check_options(config: Any) -> None:
     """ValueError for an option of the wrong type or out of bounds; for a list the bounds apply to each entry."""
     kind_of: Any = type(config)
-    types, bounds = _types(kind_of), bounds_of(kind_of)
+    types, bounds = _types(kind_of), bounds_of(config)
     for option in fields(config):
         value, (kind, may_be_none) = getattr(config, option.name), types[option.name]
         said = f"{config.kind} head option {option.name}={shown(value)}"

@@ -1,68 +1,71 @@
-"""Base classes of heads that draft level by level from tapped features, and unroll over their own outputs in training.
+"""Heads that draft level by level from tapped features, and unroll over their own outputs in training.
 
+`FeatureHead` is what EAGLE-1 and EAGLE-3 share: a small decoder over the target's features. At position t it reads the
+target's feature f[t] and the next token x[t+1], and predicts x[t+2].
 Shapes: B batch rows, T positions, F tapped features, H hidden, S unrolled steps, R_s drafts of step s, A anchors of a
-row.
+row, k nodes of a level.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from specheads.decoding.planner import DynamicTree, Plan, chain
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
+from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.cache import Levels, Reach, gather_nodes
 from specheads.decoding.verify.hf_base import layer_count
-from specheads.decoding.verify.taps import refuse_missing_taps
-from specheads.heads.base import DraftHead, HeadConfig, TapBatch
-from specheads.heads.limits import ANY_LAYER, DEEPEST
-from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
+from specheads.heads.base import DraftHead, TapBatch
+from specheads.heads.config import DecoderConfig, HeadConfig
+from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, document_mask, read_committed
+from specheads.heads.sampling import AnchoredStarts, anchored_share, check_anchors
 from specheads.losses.targets import DraftTargets
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TappedConfig(HeadConfig, ABC):
-    """taps: the states read, as in decoding/verify/taps.py. draft_depth: of the default chain on a CPU, where each
-    level costs time."""
-
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_depth": (1, DEEPEST), "taps": ANY_LAYER}
+class UnrolledConfig(HeadConfig, ABC):
+    """taps: the states read, as in decoding/verify/taps.py (default: `default_taps`). draft_depth: of the default chain
+    on a CPU, where each level costs time. steps: how many drafted steps training unrolls. anchors, anchor_first: see
+    AnchoredStarts."""
 
     taps: tuple[int, ...] | None = None
     draft_depth: int = 5
+    steps: int = 1
+    anchors: int | None = None
+    anchor_first: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_anchors(self.kind, self.anchors, self.anchor_first, self.dpace)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.taps or ()
 
     @property
     def served_depth(self) -> int:
         return self.draft_depth
 
     @classmethod
-    @abstractmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        """The layers read by default, for a base of `num_layers` layers."""
+        """The states read by default, for a base of `num_layers` layers: the last, after the final norm."""
+        return (num_layers,)
 
-    def with_base_defaults(self, base_config: Any) -> Self:
-        config, layers = super().with_base_defaults(base_config), layer_count(base_config)
-        filled = replace(config, taps=config.taps or config.default_taps(layers))
-        refuse_missing_taps(filled.taps or (), base_config)
-        if self.taps is None and filled.taps is not None and len(set(filled.taps)) < len(filled.taps):
-            _log.warning(
-                "%s: a base of %d layers has too few for %d taps: the head reads layers %s, some more than once",
-                filled.kind, layers, len(filled.taps), ", ".join(map(str, filled.taps)),
-            )  # fmt: skip
-        return filled
+    def base_defaults(self, base_config: Any) -> dict[str, Any]:
+        return {**super().base_defaults(base_config), "taps": self.default_taps(layer_count(base_config))}
 
 
 @dataclass(frozen=True)
-class UnrolledConfig(AnchoredStartsConfig, TappedConfig, ABC):
-    """steps: how many drafted steps training unrolls."""
+class FeatureConfig(DecoderConfig, UnrolledConfig, ABC):
+    """Options of a FeatureHead."""
 
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {"steps": (1, DEEPEST)}
-
-    steps: int = 1
+    aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
 
 
 class UnrolledHead(DraftHead):
@@ -71,12 +74,15 @@ class UnrolledHead(DraftHead):
     config: UnrolledConfig
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        assert self.config.taps is not None
-        return self.config.taps
+    def scored_depths(self) -> int:
+        return self.config.steps
 
     def passes(self, length: int) -> float:
-        return sum(self.config.anchored_share(length, s) for s in range(self.config.steps))
+        return sum(self.passes_of(step, length) for step in range(self.config.steps))
+
+    def passes_of(self, step: int, length: int) -> float:
+        """The share of a row's tokens at which an unrolled step is trained."""
+        return anchored_share(self.config.anchors, self.config.anchor_first, length, step)
 
     def unrolled_starts(self, length: int) -> int:
         return (self.config.steps - 1) * min(self.config.anchors or length, length)
@@ -87,7 +93,7 @@ class UnrolledHead(DraftHead):
 
     def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[DraftTargets, list[Tensor]]:
         """The targets of `steps` steps, in training those of the anchors, and the outputs (R_s, H) of each step."""
-        targets, anchors, depth = batch.targets(steps), self.config.anchors, self.config.anchored_depth
+        targets, anchors, depth = batch.targets(steps), self.config.anchors, int(not self.config.anchor_first)
         if anchors is None or steps <= depth or not self.training:
             return targets, [targets.gather_starts(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
         anchored = AnchoredStarts.sample(targets, batch.keys(), anchors, depth)
@@ -108,3 +114,96 @@ class UnrolledHead(DraftHead):
         position t has read f[t] and x[t+1] … x[t+1+s], and predicts x[t+2+s]. Positions whose tokens run past the end
         hold garbage, which no target uses.
         """
+
+
+class FeatureHead(UnrolledHead):
+    """A subclass implements `fuse` (the features that enter), `inputs` (the first block's input) and `draft_logits`."""
+
+    config: FeatureConfig
+
+    def __init__(self, config: FeatureConfig, input_size: int) -> None:
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        assert size and eps
+        self.blocks = nn.ModuleList(config.block(input_size if i == 0 else size) for i in range(config.num_layers))
+        self.later_norms = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(1, config.num_layers))
+        self.rotary = config.rotary()
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Tapped features (B, T, F) → (B, T, H); drafted steps read the output of the step before instead."""
+
+    @abstractmethod
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
+
+    def next_hidden(self, output: Tensor) -> Tensor:
+        """An output (B, T, H) → what the next drafted step reads instead of fused features."""
+        return output
+
+    def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+        """Embedded tokens, fused features or the last step's `next_hidden`, both (B, T, H), and positions (B, T) →
+        output (B, T, H)."""
+        rotary = self.rotary(position)
+        x, residual = self.inputs(embedded, hidden)
+        for i, block in enumerate(self.blocks):
+            if i:
+                x, residual = self.later_norms[i - 1](hidden), hidden
+            hidden = attend(block, i, x, residual, rotary)  # type: ignore[arg-type]
+        return hidden
+
+    def unroll(
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
+    ) -> list[Tensor]:
+        hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
+        embedded = batch.embed(batch.tokens).to(self.dtype)
+        self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
+        mask, position = document_mask(batch.documents, hidden.dtype), batch.position_ids
+        length = position.shape[1]
+        column = torch.arange(length, device=hidden.device).expand_as(position)
+        asked = anchored.columns if anchored is not None and anchored.depth == 0 else None
+        keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
+        values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
+
+        def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+            # At step 0 the last block may compute the anchors alone; later blocks read all outputs of earlier ones.
+            columns = asked if i == len(self.blocks) - 1 and not keys[i] else None
+            out, key, value = self.maybe_checkpoint(
+                block.unrolled, x, residual, rotary, mask, keys[i], values[i], columns
+            )
+            keys[i], values[i] = (*keys[i], key), (*values[i], value)
+            return out
+
+        outputs = []
+        for s in range(steps):
+            if s == 1 and anchored is not None:
+                column, position = anchored.columns, position.gather(1, anchored.columns)
+                mask = gather_nodes(mask.squeeze(1), column).unsqueeze(1)
+                hidden = hidden if anchored.depth == 0 else gather_nodes(hidden, column)
+            following = gather_nodes(embedded, (column + s + 1) % length)
+            outputs.append(self(attend, following, hidden, position + s))
+            hidden = self.next_hidden(outputs[-1])
+        return outputs
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        target = context.target
+        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        # First the positions committed since the last proposal, with the target's features.
+        fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
+        hidden, cache = read_committed(
+            context, plan, fused, len(self.blocks), self.rotary,
+            lambda attend, position: self(attend, embedded, fused, position),
+        )  # fmt: skip
+        # Then the tree, level by level, in the scratch slots.
+        levels, level = Levels(cache, dtype), context.newest(hidden).unsqueeze(1)  # (B, k, H)
+
+        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
+            nonlocal level
+            if parents is not None:
+                levels.next_level(parents)
+                attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
+                level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
+            return ChildLogits(self.draft_logits(level, 0, target.lm_head), ids)
+
+        assert self.config.vocab_size is not None
+        return plan.grow(context.root, expand, sampler, self.config.vocab_size)

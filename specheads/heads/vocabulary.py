@@ -8,40 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specheads.heads.base import DraftHead, HeadConfig
+from specheads.heads.base import DraftHead
+from specheads.heads.config import HeadConfig
 
 
-@dataclass(frozen=True)
-class DraftVocabularyConfig(HeadConfig):
-    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, at most `default_limit`)."""
-
-    default_limit: ClassVar[int | None] = None
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_vocab_size": (1, 2**24)}
-
-    draft_vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.vocab_size and self.draft_vocab_size and self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} exceeds the base's vocabulary of {self.vocab_size}"
-            )
-
-    @property
-    def output_size(self) -> int | None:
-        return self.draft_vocab_size or self.vocab_size
-
-    def with_base_defaults(self, base_config: Any) -> Self:
-        config = super().with_base_defaults(base_config)
-        assert config.vocab_size is not None
-        size = config.draft_vocab_size or min(config.vocab_size, self.default_limit or config.vocab_size)
-        return replace(config, draft_vocab_size=size)
+def check_draft_vocabulary(draft_size: int | None, size: int | None) -> None:
+    """ValueError if a draft vocabulary is larger than the base's."""
+    if size and draft_size and draft_size > size:
+        raise ValueError(f"draft_vocab_size={draft_size} exceeds the base's vocabulary of {size}")
 
 
 def draft_offsets(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -60,18 +39,16 @@ def draft_offsets(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 class DraftVocabulary(DraftHead):
-    """A head with its own output matrices (Vd, H), over `config.draft_vocab_size` tokens."""
-
-    config: DraftVocabularyConfig
+    """A head with its own output matrices (Vd, H), over `config.output_size` tokens."""
 
     d2t: Tensor  # (Vd,) int64: target id = draft id + d2t[draft id]
     t2d: Tensor  # (V,) bool: whether the target token is in the draft vocabulary
 
-    def __init__(self, config: DraftVocabularyConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        assert config.vocab_size and config.draft_vocab_size
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        assert config.vocab_size and config.output_size
+        self.register_buffer("d2t", torch.zeros(config.output_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.output_size)
 
     @abstractmethod
     def output_layers(self) -> Iterable[nn.Linear]:

@@ -5,7 +5,7 @@ Shapes: R rows, C rows of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-Steps = Generator[Tensor, None, tuple[Tensor, ...]]
-Compute = Callable[..., Steps]
+Add = Callable[[Tensor], None]
+Compute = Callable[..., tuple[Tensor, ...]]
 Cut = tuple[slice, list[slice]]  # the rows of a chunk, and the slice of each tensor that belongs to them
 
 
@@ -33,14 +33,14 @@ def chunked_sum(
     compute: Compute, tensors: Sequence[Tensor], parameters: Sequence[Tensor], chunk: int,
     row_indices: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """(Σ of all that compute(rows, *chunks) yields, what it returns, concatenated along the first dimension).
+    """(Σ of all that compute(add, rows, *chunks) adds, what it returns, concatenated along the first dimension).
 
     tensors: at least one, each (R, …), cut into chunks of C rows; `rows` is the slice of a chunk.
     row_indices: if tensors after the first leave rows out, the indices of the rows they have: (R_i,), ascending, one
       tensor for each after the first.
-    compute: yields scalars that are differentiable in its chunks and in `parameters`, and returns a tuple of tensors
-      without gradients. Before it resumes, the yielded scalar's gradients are computed and its activations freed, so
-      two scalars must not share activations.
+    compute: calls add() with scalars that are differentiable in its chunks and in `parameters`, and returns a tuple of
+      tensors without gradients. add() computes the scalar's gradients and frees its activations, so two scalars must
+      not share activations.
 
     The backward pass only scales these gradients, so it can run once. Linear + loss in chunks: Liger Kernel,
     arXiv:2410.10989.
@@ -59,21 +59,11 @@ def _cuts(tensors: Sequence[Tensor], chunk: int, row_indices: Sequence[Tensor] |
     edges_of_each = [edges] * len(tensors)
     if row_indices:
         bounds = torch.tensor(edges, device=tensors[0].device)
-        found = torch.stack([torch.searchsorted(indices, bounds) for indices in row_indices])
-        edges_of_each = [edges, *found.tolist()]
-    slices = [[slice(start, end) for start, end in pairwise(each)] for each in edges_of_each]
-    return list(zip(slices[0], map(list, zip(*slices, strict=True)), strict=True))
-
-
-def _run(steps: Steps, take: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
-    """Call take() on each tensor that a generator yields, and return what the generator returns."""
-    while True:
-        try:
-            value = next(steps)
-        except StopIteration as end:
-            returned: tuple[Tensor, ...] = end.value
-            return returned
-        take(value)
+        edges_of_each = [edges, *torch.stack([torch.searchsorted(indices, bounds) for indices in row_indices]).tolist()]
+    return [
+        (slice(start, end), [slice(*each[i : i + 2]) for each in edges_of_each])
+        for i, (start, end) in enumerate(pairwise(edges))
+    ]
 
 
 def _concatenate(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -88,7 +78,7 @@ def _checkpointed_sum(
 
     def sum_chunk(*args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         values: list[Tensor] = []
-        rest = _run(compute(*args), values.append)
+        rest = compute(values.append, *args)
         return torch.stack(values).sum(), rest
 
     ends = [len(t) for t in tensors]
@@ -131,7 +121,7 @@ class _ChunkedSum(torch.autograd.Function):
             sums = [grad[part] for grad, part in zip(tensor_grads, cut, strict=True) if grad is not None]
             sums += [grad for grad in parameter_grads if grad is not None]
 
-            def take(value: Tensor, sources: list[Tensor] = sources, sums: list[Tensor] = sums) -> None:
+            def add(value: Tensor, sources: list[Tensor] = sources, sums: list[Tensor] = sums) -> None:
                 values.append(value.detach())
                 if value.requires_grad:
                     grads = torch.autograd.grad(value, sources, allow_unused=True)
@@ -140,7 +130,7 @@ class _ChunkedSum(torch.autograd.Function):
                             accumulated += grad
 
             with torch.set_grad_enabled(needs_grad):
-                rest.append(tuple(t.detach() for t in _run(compute(rows, *parts), take)))
+                rest.append(tuple(t.detach() for t in compute(add, rows, *parts)))
         results = _concatenate(rest)
         ctx.mark_non_differentiable(*results)
         ctx.grads = [

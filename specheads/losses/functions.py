@@ -7,6 +7,7 @@ vocabulary, or the likeliest tokens and the rest), H hidden, S depths.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,7 @@ DISTRIBUTION_LOSSES: dict[str, DistributionLoss] = {
 HARD = "hard"  # −log q(the next token of the text), which needs no target probabilities
 
 
+@cache
 def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
     """'lk' or 'hard:0.1,tv:1.8' → ((name, weight), …). ValueError for an unknown name or a weight not above 0."""
     parts = []

@@ -9,7 +9,7 @@ accepts a token sampled from the draft; not read where ranks are ENDED.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -46,21 +46,35 @@ def depths_reached(tree: StaticTree, ranks: Tensor) -> Tensor:
     return reached
 
 
+Sums = dict[str, Tensor]  # each (1,) or (S,), float64, in which counts are exact
+
+
+def add_sums(sums: Sums, more: Mapping[str, Tensor]) -> None:
+    """Add to sums in place. ValueError if they are of another number of depths."""
+    for name, value in more.items():
+        value = value.detach().double().reshape(-1)
+        if name in sums:
+            if sums[name].shape != value.shape:
+                raise ValueError(
+                    f"ranks of {len(value)} depths cannot be added to ranks of {len(sums[name])}, in the sum {name!r}"
+                )
+            value = sums[name] + value.to(sums[name].device)
+        sums[name] = value
+
+
 @dataclass
 class AcceptanceMeter:
-    """Counts over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.
+    """Sums over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.
 
-    tree: a static tree to count for, too. counts (2 + 4S,) int64, on the device of the ranks: starts; accepted tokens
-    of the tree; and at each depth: drafts, first choices, drafts after a run of first choices, runs that include it.
-    chances (1 + 3S,) float64: starts with overlaps; and at each depth: drafts, Σ α, Σ of the products of α up to it.
-    batches (4,) float64: how many batches; Σ s², Σ s·n and Σ n² over them, for s accepted tokens at n starts. None
-    before the first ranks or overlaps.
+    tree: a static tree to count for, too.
+    sums: starts; in_tree, the tree's accepted tokens; and at each depth: drafts, hits (first choices), reached (drafts
+      after a run of first choices), runs (that include it). Of the starts with overlaps: measured, their number; and at
+      each depth: measured_drafts, alphas, products of the alphas up to it. moments: how many batches; Σ s², Σ s·n and
+      Σ n² over them, for s accepted tokens at n starts.
     """
 
     tree: StaticTree | None = None
-    counts: Tensor | None = None
-    chances: Tensor | None = None
-    batches: Tensor | None = None
+    sums: Sums = field(default_factory=dict)
 
     def add(self, ranks: Tensor | None, overlaps: Tensor | None = None) -> None:
         """Count ranks and overlaps (R, S). None, from a batch too short to score: ignored. ValueError if S changes."""
@@ -71,37 +85,32 @@ class AcceptanceMeter:
         drafted, hits = ranks.detach() != ENDED, ranks.detach() == 0
         runs = hits.long().cumprod(1)
         reached = torch.cat([torch.ones_like(runs[:, :1]), runs[:, :-1]], 1) * drafted
-        in_tree = hits.new_zeros(1, dtype=torch.long)
+        one = torch.ones(len(ranks), 1, device=ranks.device)
+        rows = {"starts": one, "drafts": drafted, "hits": hits, "reached": reached, "runs": runs}
         if self.tree is not None:
-            in_tree += depths_reached(self.tree, ranks).sum()
-        by_depth = [part.sum(0) for part in (drafted, hits, reached, runs)]
-        self.counts = _sum(self.counts, torch.cat([_rows(hits, torch.long), in_tree, *by_depth]))
-        accepted, starts = runs.sum().double(), _rows(runs, torch.float64)[0]
-        moments = [(starts > 0).double(), accepted * accepted, accepted * starts, starts * starts]
-        self.batches = _sum(self.batches, torch.stack(moments))
+            rows["in_tree"] = depths_reached(self.tree, ranks)
         if overlaps is not None:
             alphas = torch.where(drafted, overlaps.detach().double(), 0)
-            by_depth = [part.sum(0) for part in (drafted.double(), alphas, alphas.cumprod(1))]
-            self.chances = _sum(self.chances, torch.cat([_rows(alphas, torch.float64), *by_depth]))
+            rows |= {"measured": one, "measured_drafts": drafted, "alphas": alphas, "products": alphas.cumprod(1)}
+        totals = {name: values.double().sum(0) for name, values in rows.items()}
+        accepted, starts = totals["runs"].sum(), totals["starts"].sum()
+        totals["moments"] = torch.stack(
+            [(starts > 0).double(), accepted * accepted, accepted * starts, starts * starts]
+        )
+        add_sums(self.sums, totals)
 
     def merge(self, other: AcceptanceMeter) -> None:
-        if other.counts is not None:
-            self.counts = _sum(self.counts, other.counts)
-        if other.chances is not None:
-            self.chances = _sum(self.chances, other.chances)
-        if other.batches is not None:
-            self.batches = _sum(self.batches, other.batches)
+        add_sums(self.sums, other.sums)
 
     def error(self) -> float | None:
         """The standard error of the accepted length, from the variation between batches, since neighbouring positions
         are correlated: that of a ratio of two sums over batches (linearised). None for fewer than two batches."""
-        if self.counts is None or self.batches is None:
+        if "moments" not in self.sums:
             return None
-        (starts, _), (*_, runs) = _split(self.counts, 2, 4)
-        number, squares, products, sizes = self.batches.tolist()
+        starts, (number, squares, products, sizes) = float(self.sums["starts"]), self.sums["moments"].tolist()
         if number < 2 or not starts:
             return None
-        mean = sum(runs) / starts
+        mean = float(self.sums["runs"].sum()) / starts
         spread = max(0.0, squares - 2 * mean * products + mean * mean * sizes)
         return math.sqrt(spread * number / (number - 1)) / starts
 
@@ -117,53 +126,35 @@ class AcceptanceMeter:
 
         ValueError if nothing was counted.
         """
-        if self.counts is None or not self.counts[0]:
+        sums = {name: values.tolist() for name, values in self.sums.items()}
+        starts, measured = (sums.get(name, [0])[0] for name in ("starts", "measured"))
+        if not starts:
             raise ValueError(
                 "no position was scored: a decoding step starts at a token to learn that is followed by another one"
             )
-        (starts, in_tree), (drafts, hits, reached, runs) = _split(self.counts, 2, 4)
-        result = {"accepted_length": 1 + sum(runs) / starts}
+        result = {"accepted_length": 1 + sum(sums["runs"]) / starts}
         if (error := self.error()) is not None:
             result["accepted_length_error"] = error
-        if self.tree is not None and self.tree.depth <= len(hits):
-            result["accepted_length_tree"] = 1 + in_tree / starts
-        result |= _shares("accuracy", hits, drafts) | _shares("conditional_accuracy", runs, reached)
-        if self.chances is not None and self.chances[0]:
-            (measured,), (drafts, alphas, products) = _split(self.chances, 1, 3)
-            result["accepted_length_sampled"] = 1 + sum(products) / measured
-            result |= _shares("acceptance", alphas, drafts)
+        if self.tree is not None and self.tree.depth <= len(sums["hits"]):
+            result["accepted_length_tree"] = 1 + sum(sums["in_tree"]) / starts
+        shares = [("accuracy", "hits", "drafts"), ("conditional_accuracy", "runs", "reached")]
+        if measured:
+            result["accepted_length_sampled"] = 1 + sum(sums["products"]) / measured
+            shares.append(("acceptance", "alphas", "measured_drafts"))
+        for name, part, whole in shares:
+            pairs = enumerate(zip(sums[part], sums[whole], strict=True), 1)
+            result |= {f"{name}_depth_{k}": some / every for k, (some, every) in pairs if every}
         return result
-
-
-def _split(sums: Tensor, singles: int, kinds: int) -> tuple[list[float], list[list[float]]]:
-    """The sums that are one number, and those of each kind by depth."""
-    return sums[:singles].tolist(), sums[singles:].view(kinds, -1).tolist()
-
-
-def _shares(name: str, parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
-    pairs = enumerate(zip(parts, wholes, strict=True), 1)
-    return {f"{name}_depth_{k}": part / whole for k, (part, whole) in pairs if whole}
-
-
-def _rows(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.full((1,), len(values), dtype=dtype, device=values.device)
-
-
-def _sum(total: Tensor | None, more: Tensor) -> Tensor:
-    if total is None:
-        return more.clone()
-    if total.shape != more.shape:
-        raise ValueError(f"ranks of {(len(more) - 2) // 4} depths cannot be added to ranks of {(len(total) - 2) // 4}")
-    return total + more.to(total.device)
 
 
 @dataclass
 class TrainingMeter:
-    """What training counts between two logs: acceptance, and every loss term as a mean over supervised tokens."""
+    """What training counts between two logs: acceptance, and every loss term as a mean over supervised tokens.
+
+    sums: "tokens", supervised ones, and "term NAME" for each loss term."""
 
     acceptance: AcceptanceMeter = field(default_factory=AcceptanceMeter)
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    tokens: Tensor | None = None
+    sums: Sums = field(default_factory=dict)
 
     def add(
         self, ranks: Tensor | None, terms: dict[str, Tensor], num_items: Tensor | float, tokens: Tensor,
@@ -171,36 +162,20 @@ class TrainingMeter:
     ) -> None:  # fmt: skip
         """Add one batch. terms: already divided by num_items. tokens (): the batch's number of supervised tokens."""
         self.acceptance.add(ranks, overlaps)
-        for name, term in terms.items():
-            # float64, so that the order of batches makes no difference
-            summed = (term.detach() * num_items).double()
-            self.sums[name] = self.sums[name] + summed if name in self.sums else summed
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        add_sums(self.sums, {"tokens": tokens, **{f"term {name}": term * num_items for name, term in terms.items()}})
 
     def state(self) -> dict[str, list[float]]:
-        """The sums as plain numbers, to gather from every process; one transfer from the device per kind."""
-        counts, chances = self.acceptance.counts, self.acceptance.chances
-        names = list(self.sums)
-        values = torch.stack([self.sums[name] for name in names]).tolist() if names else []
-        return {
-            "accepted": [] if counts is None else counts.tolist(),
-            "overlaps": [] if chances is None else chances.tolist(),
-            "moments": [] if self.acceptance.batches is None else self.acceptance.batches.tolist(),
-            "tokens": [0 if self.tokens is None else int(self.tokens)],
-            **{f"term {name}": [value] for name, value in zip(names, values, strict=True)},
-        }
+        """The sums as plain numbers, to gather from every process."""
+        return {name: values.tolist() for name, values in (self.acceptance.sums | self.sums).items()}
 
     @classmethod
     def of_states(cls, states: list[dict[str, list[float]]], device: torch.device) -> TrainingMeter:
         """The meter that adds up the meters with these `state()`s."""
         meter = cls()
         for state in states:
-            meter.acceptance.merge(_acceptance(state, device))
-            tokens = torch.tensor(state["tokens"][0], device=device)
-            meter.tokens = tokens if meter.tokens is None else meter.tokens + tokens
-            for key in (key for key in state if key.startswith("term ")):
-                name, more = key.removeprefix("term "), torch.tensor(state[key][0], dtype=torch.float64, device=device)
-                meter.sums[name] = meter.sums[name] + more if name in meter.sums else more
+            for name, values in state.items():
+                sums = meter.sums if name == "tokens" or name.startswith("term ") else meter.acceptance.sums
+                add_sums(sums, {name: torch.tensor(values, dtype=torch.float64, device=device)})
         return meter
 
     @staticmethod
@@ -208,18 +183,8 @@ class TrainingMeter:
         """The metrics over the states of all processes, whose meters counted for `tree`; without acceptance if no
         position was scored."""
         meter = TrainingMeter.of_states(states, torch.device("cpu"))
-        acceptance, tokens = meter.acceptance, 0 if meter.tokens is None else int(meter.tokens)
-        acceptance.tree = tree
-        scored = acceptance.counts is not None and bool(acceptance.counts[0])
-        terms = {name: float(meter.sums[name]) / max(tokens, 1) for name in sorted(meter.sums)}
-        return {**(acceptance.compute() if scored else {}), **terms}
-
-
-def _acceptance(state: dict[str, list[float]], device: torch.device) -> AcceptanceMeter:
-    # Absent from a checkpoint of an older version, which counted otherwise.
-    counts, chances, batches = (state.get(name) for name in ("accepted", "overlaps", "moments"))
-    return AcceptanceMeter(
-        counts=torch.tensor(counts, dtype=torch.long, device=device) if counts else None,
-        chances=torch.tensor(chances, dtype=torch.float64, device=device) if chances else None,
-        batches=torch.tensor(batches, dtype=torch.float64, device=device) if batches else None,
-    )
+        meter.acceptance.tree = tree
+        sums = {name: float(values) for name, values in sorted(meter.sums.items())}
+        tokens = sums.pop("tokens", 0)
+        terms = {name.removeprefix("term "): value / max(tokens, 1) for name, value in sums.items()}
+        return {**(meter.acceptance.compute() if meter.acceptance.sums.get("starts") else {}), **terms}

@@ -1,11 +1,11 @@
 """The teacher of a head: the base's distribution of the next token, computed only at the positions that need it.
 
-Shapes: B batch rows, T positions, F tapped features, H hidden, V vocabulary, R requested positions, K likeliest tokens.
+It is known for every token, or only for the likeliest. Shapes: B batch rows, T positions, F tapped features, H hidden,
+V vocabulary, Vd draft vocabulary, R requested positions, X outcomes compared, K likeliest tokens.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,61 +32,102 @@ from specheads.decoding.verify.hf_base import (
     text_config,
 )
 from specheads.decoding.verify.taps import last_output_kept, run_tapped
-from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProbs, TopKTeacherProbs
+
+NEVER = -1e30  # log-probability of an impossible outcome: finite, because 0 · −∞ is NaN
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherProbs:
+    """The base's distribution at R positions, with which losses compare drafts.
+
+    best (R,): the likeliest token. log_p (R, X): over the outcomes compared, whose probabilities sum to 1.
+    mass (R,): the probability of these outcomes under the whole vocabulary.
+    draft_ids: None if each token of the draft vocabulary is an outcome, X = Vd. If only K tokens are known, (R, K)
+      their ids in the draft vocabulary, −1 outside, and there are X = K + 1 outcomes: these, and the tail, the rest of
+      the draft vocabulary. Tokens outside have probability 0. How much of the tail lies outside is unknown. All of it
+      is taken to lie inside, where the frequent tokens are, unless the K tokens include the whole draft vocabulary. So
+      mass is too large by at most the tail, and Σ min(p, q) over the outcomes is no smaller than over the tokens.
+    """
+
+    best: Tensor
+    log_p: Tensor
+    mass: Tensor
+    draft_ids: Tensor | None = None
+
+    @classmethod
+    def from_logits(
+        cls, logits: Tensor, draft: DraftIds | None, compare: bool = True, mass: bool = True
+    ) -> TeacherProbs:
+        """logits (R, V). compare=False, mass=False: leave out log_p and mass, or mass alone, which then are empty."""
+        best = likeliest(logits)
+        if not compare:
+            empty = logits.new_empty(len(logits), 0)
+            return cls(best, empty, empty)
+        compared = at_least_float32(logits if draft is None else logits.index_select(1, draft.ids))
+        total = compared.logsumexp(-1, keepdim=True)
+        inside = torch.ones_like(total[:, 0])
+        if mass and draft is not None:
+            inside = (total.squeeze(-1) - at_least_float32(logits).logsumexp(-1)).exp()
+        return cls(best, compared - total, inside)
+
+    @classmethod
+    def from_top_k(cls, ids: Tensor, log_p: Tensor, tail: Tensor, draft: DraftIds | None) -> TeacherProbs:
+        """ids, log_p (R, K), the likeliest first. tail (R,): the log-probability of all other tokens."""
+        draft_ids = ids if draft is None else draft.index[ids]
+        inside = draft_ids >= 0
+        if draft is not None:
+            tail = torch.where(inside.sum(-1) == len(draft.ids), NEVER, tail)
+        known = torch.cat([torch.where(inside, log_p, NEVER), tail.unsqueeze(-1)], -1)
+        total = known.logsumexp(-1, keepdim=True)
+        return cls(ids[:, 0], (known - total).clamp_min(NEVER), total.squeeze(-1).exp(), draft_ids)
+
+    def at(self, rows: Tensor | slice) -> TeacherProbs:
+        """The distributions at some of the R positions; rows may repeat."""
+        ids = None if self.draft_ids is None else self.draft_ids[rows]
+        return TeacherProbs(self.best[rows], self.log_p[rows], self.mass[rows], ids)
+
+    def outcomes(self, log_q: Tensor) -> Tensor:
+        """The draft's log-probabilities over tokens (R, Vd) → over the same outcomes (R, X)."""
+        if self.draft_ids is None:
+            return log_q
+        inside, width = self.draft_ids >= 0, log_q.shape[-1]
+        known = torch.where(inside, log_q.gather(-1, self.draft_ids.clamp_min(0)), NEVER)
+        in_tail = torch.ones(len(log_q), width + 1, dtype=torch.bool, device=log_q.device)
+        in_tail.scatter_(-1, torch.where(inside, self.draft_ids, width), False)
+        tail = torch.where(in_tail[:, :width], log_q, NEVER).logsumexp(-1, keepdim=True)
+        return torch.cat([known, tail], -1)
 
 
 class Teacher(Protocol):
     """A source of the base's distributions. Positions (R,) are indices into the flattened batch."""
 
-    def probs(self, positions: Tensor, draft: DraftIds | None) -> TeacherProbs:
-        """The base's distributions, renormalised over the draft vocabulary, without gradients."""
+    def probs(self, positions: Tensor, draft: DraftIds | None, compare: bool = True, mass: bool = True) -> TeacherProbs:
+        """The base's distributions, renormalised over the draft vocabulary, without gradients. compare, mass: see
+        `TeacherProbs.from_logits`."""
         ...
 
 
-class LiveTeacher(ABC):
-    """A base in memory. `project(rows(positions))` has gradients, for a base that is being trained too."""
+@dataclass(frozen=True, slots=True)
+class LiveTeacher:
+    """A base in memory. Its logits are `project(outputs)`, with gradients, for a base that is being trained too.
 
-    @abstractmethod
-    def rows(self, positions: Tensor) -> Tensor:
-        """The base's outputs at positions (R,), the input of `project`."""
+    outputs (B · T, H): the base's last hidden states, and lm_head its output matrix, so that logits are computed only
+    at the requested positions. lm_head None: outputs are the logits (B · T, V) of a base for which `logits_of` cannot
+    reproduce them.
+    """
 
-    @abstractmethod
-    def project(self, rows: Tensor) -> Tensor:
-        """Rows → logits (R, V)."""
+    outputs: Tensor
+    lm_head: Callable[[Tensor], Tensor] | None
+
+    def project(self, outputs: Tensor) -> Tensor:
+        return outputs if self.lm_head is None else self.lm_head(outputs)
 
     @torch.no_grad()
     def logits_at(self, positions: Tensor) -> Tensor:
-        return self.project(self.rows(positions))
+        return self.project(self.outputs[positions])
 
-    def probs(self, positions: Tensor, draft: DraftIds | None) -> DenseTeacherProbs:
-        return DenseTeacherProbs(self.logits_at(positions), draft)
-
-
-@dataclass(frozen=True, slots=True)
-class WholeLogits(LiveTeacher):
-    """From the base's own logits (B · T, V), for a base whose logits `logits_of` cannot reproduce."""
-
-    logits: Tensor
-
-    def rows(self, positions: Tensor) -> Tensor:
-        return self.logits[positions]
-
-    def project(self, rows: Tensor) -> Tensor:
-        return rows
-
-
-@dataclass(frozen=True, slots=True)
-class LastHidden(LiveTeacher):
-    """From the base's last hidden states (B · T, H) and its output matrix: logits only at the requested positions."""
-
-    hidden: Tensor
-    lm_head: Callable[[Tensor], Tensor]
-
-    def rows(self, positions: Tensor) -> Tensor:
-        return self.hidden[positions]
-
-    def project(self, rows: Tensor) -> Tensor:
-        return self.lm_head(rows)
+    def probs(self, positions: Tensor, draft: DraftIds | None, compare: bool = True, mass: bool = True) -> TeacherProbs:
+        return TeacherProbs.from_logits(self.logits_at(positions), draft, compare, mass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +160,8 @@ class TopKTail:
         log_p = torch.zeros_like(following, dtype=torch.float32)
         return cls(following, log_p, log_p.squeeze(-1) + NEVER)
 
-    def probs(self, positions: Tensor, draft: DraftIds | None) -> TopKTeacherProbs:
-        ids, log_p, tail = (values[positions] for values in (self.ids, self.log_p, self.tail))
-        return TopKTeacherProbs.from_top_k(ids.long(), log_p, tail, draft)
+    def probs(self, positions: Tensor, draft: DraftIds | None, compare: bool = True, mass: bool = True) -> TeacherProbs:
+        return TeacherProbs.from_top_k(self.ids[positions].long(), self.log_p[positions], self.tail[positions], draft)
 
 
 _gives_logits: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -168,6 +208,6 @@ def tap_base(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False,
         )  # fmt: skip
     if not from_hidden:
-        return features, WholeLogits(out.logits.flatten(0, 1))
+        return features, LiveTeacher(out.logits.flatten(0, 1), None)
     hidden = out.last_hidden_state.flatten(0, 1).to(input_ids.device)
-    return features, LastHidden(hidden, lambda hidden: logits_of(base, hidden))
+    return features, LiveTeacher(hidden, lambda hidden: logits_of(base, hidden))

@@ -5,7 +5,8 @@ import torch
 
 from specheads.data.datasets import Collator
 from specheads.models.convert import convert
-from tests.reference.slow_heads import KINDS, rows, spec_model
+from tests.reference.slow_heads import KINDS, rows
+from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import SWITCHES, model_of, same, trainer_of, weights
 

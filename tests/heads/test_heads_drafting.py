@@ -6,7 +6,8 @@ import torch
 from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
 from specheads.decoding.tree import DraftTree
 from tests.reference.foreign_rope import SCALED
-from tests.reference.slow_heads import KINDS, spec_model, taps
+from tests.reference.slow_heads import KINDS, taps
+from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.prompts import PROMPTS, padded
 
 

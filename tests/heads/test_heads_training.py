@@ -43,12 +43,12 @@ def test_every_head_learns_to_draft(kind):
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
     before = accepted_length(model.eval()(**batch).ranks)
     model.train()
-    for _ in range(50):
+    for _ in range(30):
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
     after = accepted_length(model.eval()(**batch).ranks)
-    assert before < 1.3 and after > 1.6
+    assert before < 1.3 and after > 1.5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,10 +7,9 @@ from peft import LoraConfig
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data.datasets import Collator, pack
 from specheads.decoding.planner import ChildLogits
-from specheads.heads import draws
-from specheads.heads.parallel import head as parallel
-from specheads.heads.parallel.config import ParallelConfig
-from specheads.heads.starts.anchors import AnchoredBlocks
+from specheads.heads import parallel, sampling
+from specheads.heads.parallel import ParallelConfig
+from specheads.heads.sampling import AnchoredBlocks
 from specheads.losses.targets import tokens_left
 from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 from tests.support.families import FAMILIES, build
@@ -62,14 +61,14 @@ def test_sampled_blocks_represent_all_of_their_row_and_follow_the_seed():
     every = AnchoredBlocks.sample(supervised, documents, 2)
     total, seen = every.learned.sum((1, 2)).float(), torch.zeros_like(supervised, dtype=torch.float)
     for seed in range(300):
-        some = AnchoredBlocks.sample(supervised, documents, 2, 3, draws.keys(tokens, documents, seed))
+        some = AnchoredBlocks.sample(supervised, documents, 2, 3, sampling.random_keys(tokens, documents, seed))
         kept = some.learned[:, :, 0]
         assert (kept.sum(1) == every.learned[:, :, 0].sum(1).clamp(max=3)).all()
         assert torch.equal((kept * some.weights).sum(1), every.learned[:, :, 0].sum(1).float())
         seen.scatter_add_(1, some.anchors, (kept * some.weights) / 300)
     able = torch.zeros_like(seen).scatter_(1, every.anchors, every.learned[:, :, 0].float()) > 0
     assert (seen[~able] == 0).all() and ((seen[able] - 1).abs() < 0.5).all() and total.min() > 0
-    again = AnchoredBlocks.sample(supervised, documents, 2, 3, draws.keys(tokens, documents, 299))
+    again = AnchoredBlocks.sample(supervised, documents, 2, 3, sampling.random_keys(tokens, documents, 299))
     assert torch.equal(again.anchors, some.anchors)
 
 
@@ -79,7 +78,7 @@ def test_a_step_on_sampled_anchors_has_the_loss_of_those_blocks():
     batch = Collator(0)(data)
     model.draw_seed = 4
     loss = model(**batch).loss
-    keys = draws.keys(batch["input_ids"], batch["attention_mask"], 4)
+    keys = sampling.random_keys(batch["input_ids"], batch["attention_mask"], 4)
     blocks = AnchoredBlocks.sample(batch["labels"] != -100, batch["attention_mask"], 3, 3, keys)
     slow = 0.0
     for row, anchors, learned, weights in zip(data, blocks.anchors, blocks.learned, blocks.weights, strict=True):
@@ -162,19 +161,16 @@ def test_low_confidence_ends_an_adaptive_chain():
     assert ChildLogits(torch.zeros(1, 1, 3)).confidence is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_a_wrong_option_is_refused(base):
+    for options, message in (
         ({"block_size": 0}, "block_size=0 "),
         ({"block_size": 1, "sample_from_anchor": False}, "a block of one slot, the root's, drafts nothing"),
         ({"decay": 0}, "decay=0 "),
         ({"mask_token_id": 97}, "mask_token_id=97 is no token of a vocabulary of 97"),
         ({"taps": [10]}, "tapped layer 10 does not exist"),
-    ],
-)
-def test_a_wrong_option_is_refused(base, options, message):
-    with pytest.raises(ValueError, match=message):
-        convert(base, "parallel", **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(base, "parallel", **options)
 
 
 def test_the_usual_tree_is_no_deeper_than_its_nodes_allow(base):
@@ -189,12 +185,12 @@ def test_the_usual_tree_is_no_deeper_than_its_nodes_allow(base):
             assert plan.depth == depth == len(plan.level_beams) + 1
 
 
-@pytest.mark.parametrize(("from_anchor", "most"), [(True, 3), (False, 2)])
-def test_a_tree_deeper_than_the_block_drafts_is_refused(from_anchor, most, base):
-    model = convert(base, "parallel", block_size=3, sample_from_anchor=from_anchor)
-    with pytest.raises(ValueError, match=rf"a tree {most + 1} deep needs .* drafts {most} \(block_size=3\)"):
-        model.generate(torch.tensor([[5]]), tree=chain(most + 1), max_new_tokens=8)
-    assert model.generate(torch.tensor([[5]]), tree=chain(most), max_new_tokens=4).shape == (1, 5)
+def test_a_tree_deeper_than_the_block_drafts_is_refused(base):
+    for from_anchor, most in ((True, 3), (False, 2)):
+        model = convert(base, "parallel", block_size=3, sample_from_anchor=from_anchor)
+        with pytest.raises(ValueError, match=rf"a tree {most + 1} deep needs .* drafts {most} \(block_size=3\)"):
+            model.generate(torch.tensor([[5]]), tree=chain(most + 1), max_new_tokens=8)
+        assert model.generate(torch.tensor([[5]]), tree=chain(most), max_new_tokens=4).shape == (1, 5)
 
 
 def test_taps_are_spread_evenly_and_fit_small_bases():
@@ -204,23 +200,14 @@ def test_taps_are_spread_evenly_and_fit_small_bases():
         assert 1 <= len(taps) <= 5 and taps[0] >= 1 and taps[-1] <= layers and list(taps) == sorted(set(taps))
 
 
-def test_a_base_that_caps_its_logits_gets_no_draft_vocabulary():
-    base = build(*FAMILIES["Gemma-2"])
-    convert(base, "parallel")
-    with pytest.raises(UnsupportedModel, match="scales, caps or shifts its logits"):
-        convert(base, "parallel", draft_vocab_size=20)
-
-
-@pytest.mark.parametrize("by", ["bias", "adapter"])
-def test_nor_does_one_whose_logits_are_more_than_its_output_rows(by):
-    base = build(*FAMILIES["Phi"]) if by == "bias" else tiny_llama(num_hidden_layers=2)
-    if by == "adapter":
-        base.add_adapter(LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
-    else:
-        torch.nn.init.normal_(base.get_output_embeddings().bias)
-    convert(base, "parallel")
-    with pytest.raises(UnsupportedModel, match=r"shifts its logits \(a bias, an adapter\)"):
-        convert(base, "parallel", draft_vocab_size=20)
+def test_a_base_whose_logits_are_more_than_its_output_rows_gets_no_draft_vocabulary():
+    capped, biased, adapted = build(*FAMILIES["Gemma-2"]), build(*FAMILIES["Phi"]), tiny_llama(num_hidden_layers=2)
+    torch.nn.init.normal_(biased.get_output_embeddings().bias)
+    adapted.add_adapter(LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    for base in (capped, biased, adapted):
+        convert(base, "parallel")
+        with pytest.raises(UnsupportedModel, match=r"scales, caps or shifts its logits \(a bias, an adapter\)"):
+            convert(base, "parallel", draft_vocab_size=20)
 
 
 def test_the_base_output_rows_of_a_draft_vocabulary_stay_as_they_are(base, tmp_path):

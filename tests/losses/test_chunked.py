@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from specheads.data.datasets import Collator
-from specheads.heads import draws
-from specheads.heads.starts.anchors import AnchoredStarts
+from specheads.heads.sampling import AnchoredStarts, random_keys
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.targets import DraftTargets
-from specheads.losses.teacher import LastHidden
-from tests.reference.slow_heads import rows, spec_model
+from specheads.losses.teacher import LiveTeacher
+from tests.reference.slow_heads import rows
+from tests.reference.slow_heads import shallow_spec_model as spec_model
 
 ROWS, HIDDEN, VOCAB = 11, 5, 7
 
@@ -37,13 +37,13 @@ def test_drafts_that_are_left_out_leave_value_gradients_and_returned_tensors_as_
     parameters = [p for layer in layers[:2] for p in layer.parameters()]
     cut = []
 
-    def compute(here, every, *given):
+    def compute(add, here, every, *given):
         cut.append(here)
         assert torch.equal(every, torch.arange(ROWS)[here])
         best = torch.full((len(every), 3), -1)
         for s, (indices, part) in enumerate(zip(given[:3], given[3:], strict=True)):
             loss, best[indices - here.start, s] = losses(layers[s], part, indices)
-            yield loss.sum()
+            add(loss.sum())
         return (best,)
 
     total, (best,) = chunked_sum(compute, [torch.arange(ROWS), *of, *parts], parameters, chunk, [*of, *of])
@@ -66,10 +66,10 @@ def test_gradients_keep_their_dtype_and_do_not_depend_on_the_chunk(dtype, autoca
     layer, hidden = torch.nn.Linear(HIDDEN, VOCAB).to(dtype), drawn(ROWS, HIDDEN).to(dtype).requires_grad_()
     frozen = drawn(ROWS, HIDDEN).to(dtype)
 
-    def compute(span, part):
+    def compute(add, span, part):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            yield layer(part).float().logsumexp(-1).sum()
-            yield layer(frozen[span]).float().logsumexp(-1).sum()  # no gradient reaches `hidden` here
+            add(layer(part).float().logsumexp(-1).sum())
+            add(layer(frozen[span]).float().logsumexp(-1).sum())  # no gradient reaches `hidden` here
         return ()
 
     found = []
@@ -84,8 +84,8 @@ def test_gradients_keep_their_dtype_and_do_not_depend_on_the_chunk(dtype, autoca
 def test_gradients_of_half_precision_are_not_rounded_once_a_chunk():
     weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
 
-    def compute(span, part):
-        yield (part * weight).sum()
+    def compute(add, span, part):
+        add((part * weight).sum())
         return ()
 
     total, _ = chunked_sum(compute, [torch.ones(1000, dtype=torch.bfloat16)], [weight], 1)
@@ -98,14 +98,14 @@ def test_gradients_of_half_precision_are_not_rounded_once_a_chunk():
 def test_teacher_probs_are_computed_once_a_position_and_only_where_losses_or_ranks_need_them(
     kind, options, everywhere, monkeypatch
 ):
-    seen, logits_at = [], LastHidden.logits_at
-    monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
+    seen, logits_at = [], LiveTeacher.logits_at
+    monkeypatch.setattr(LiveTeacher, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     model, batch = spec_model(kind, anchors=2, **options).train(), Collator(0)(rows(20, 9))
     targets = DraftTargets.from_batch(
         batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3
     )
     model.draw_seed = 1
-    keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
+    keys = random_keys(batch["input_ids"], batch["attention_mask"], 1)
     anchored = AnchoredStarts.sample(targets, keys, 2).select(targets)
     model(**batch)
     wanted = anchored.valid if everywhere else anchored.counted
@@ -114,7 +114,7 @@ def test_teacher_probs_are_computed_once_a_position_and_only_where_losses_or_ran
 
 
 def test_a_parallel_heads_blocks_share_teacher_probs_where_they_overlap(monkeypatch):
-    seen, logits_at = [], LastHidden.logits_at
-    monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
+    seen, logits_at = [], LiveTeacher.logits_at
+    monkeypatch.setattr(LiveTeacher, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     spec_model("parallel").train()(**Collator(0)(rows(20)))
     assert len(seen) == len(set(seen)) > 10

@@ -5,8 +5,7 @@ import torch
 
 from specheads.decoding.tree.draft_ids import DraftIds
 from specheads.losses.functions import DISTRIBUTION_LOSSES, overlap
-from specheads.losses.teacher import TopKTail
-from specheads.losses.teacher_probs import DenseTeacherProbs
+from specheads.losses.teacher import TeacherProbs, TopKTail
 
 V, ROWS = 23, 11
 
@@ -71,7 +70,10 @@ def test_every_loss_and_the_overlap_equal_those_of_the_coarse_probs(k, size):
 @pytest.mark.parametrize("size", [None, 9])
 def test_k_of_the_whole_vocabulary_gives_the_full_probs(size):
     draft, target, drafted = vocabulary(size), logits(1), logits(2, size or V).requires_grad_()
-    probs, full = TopKTail.from_logits(target, V).probs(torch.arange(ROWS), draft), DenseTeacherProbs(target, draft)
+    probs, full = (
+        TopKTail.from_logits(target, V).probs(torch.arange(ROWS), draft),
+        TeacherProbs.from_logits(target, draft),
+    )
     torch.testing.assert_close(probs.mass, full.mass)
     log_q = drafted.log_softmax(-1)
     for name, loss in DISTRIBUTION_LOSSES.items():
@@ -85,7 +87,7 @@ def test_k_of_the_whole_vocabulary_gives_the_full_probs(size):
 def test_the_acceptance_probability_is_never_underestimated(size):
     """Merging outcomes can only hide where two distributions differ, and hides less the more tokens are known."""
     draft, target, log_q = vocabulary(size), logits(1), logits(2, size or V).log_softmax(-1)
-    full = DenseTeacherProbs(target, draft)
+    full = TeacherProbs.from_logits(target, draft)
     exact = overlap(log_q, full.log_p + full.mass.log().unsqueeze(1))
     before = torch.full((ROWS,), 2.0, dtype=torch.float64)
     for k in (1, 3, 8, V):

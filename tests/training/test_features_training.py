@@ -242,4 +242,4 @@ def test_what_is_saved_is_what_the_base_gives(taps, folder, tmp_path):
         )
         assert rows[i]["labels"].tolist() == trainer.train_dataset[i]["labels"]
         torch.testing.assert_close(rows[i]["features"], features[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(rows[i]["last_hidden"], teacher.hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rows[i]["last_hidden"], teacher.outputs, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from specheads.heads.parallel import head as parallel
+from specheads.heads import parallel
 from specheads.models.convert import convert
 from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import rows, trainer_of

@@ -1,23 +1,36 @@
-"""The decoder blocks of heads, and how they are initialised from a layer of the base.
+"""The decoder blocks of heads: how they are initialised from the base, their masks in training, their KV cache.
 
-RMSNorm, RoPE, grouped-query attention, SwiGLU. Shapes: B batch rows, T positions, K slots of a parallel head's block,
-H hidden, d head size, s earlier steps.
+RMSNorm, RoPE, grouped-query attention, SwiGLU. Shapes: B batch rows, T positions, P new positions, K slots of a
+parallel head's block, H hidden, d head size, s earlier steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.decoding.verify.cache import TreeCache, gather_nodes
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import Plan
+from specheads.decoding.verify.cache import TreeCache, additive, gather_nodes
 from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import decoder_of
-from specheads.heads.layers.norm import RMSNorm
-from specheads.heads.layers.rope import rotate
+from specheads.heads.layers.rope import RotaryTable, rotate
+
+T = TypeVar("T")
+# block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
+Attend = Callable[["DecoderBlock", int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, computed in the dtype of the scale: given two dtypes, as under autocast, torch warns and takes a slower
+    path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class DecoderBlock(nn.Module):
@@ -141,6 +154,62 @@ class ContextBlock(DecoderBlock):
         group = self.num_heads // self.num_key_value_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         return self.finish(F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask), hidden)
+
+
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, T) document ids → (B, 1, T, T) additive mask: causal within each document."""
+    column = torch.arange(documents.shape[1], device=documents.device)
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return additive(same & (column <= column.unsqueeze(1)), dtype)
+
+
+def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
+    """An `Attend` over a head's own cache; mask None: causal over the pass itself."""
+
+    def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        return block.cached(x, residual, rotary, cache, i, mask)
+
+    return attend
+
+
+def keep_committed(
+    context: Context, scratch: int, hidden: Tensor, num_layers: int, rotary: RotaryTable | None,
+    write: Callable[[TreeCache, Tensor, bool], T],
+) -> tuple[T, TreeCache]:  # fmt: skip
+    """Write the positions committed since the last proposal, hidden (B, P, H), into the head's own cache.
+
+    write(cache, positions (B, P), fresh) adds their keys and values; fresh: the cache is empty. Returns the result of
+    write(), and the cache, which is kept in context.memory.
+    """
+    target, memory = context.target, context.memory
+    batch, columns, _ = hidden.shape
+    if "cache" in memory:
+        cache = memory["cache"]
+        return write(cache, cache.append(columns, context.new), False), cache
+    cache = memory["cache"] = TreeCache(num_layers, scratch, target.capacity, static=target.static)
+    # A row that ends may exceed the limit by one path, and another path of padding is then fed along with other rows.
+    if rotary is not None:
+        rotary.ensure(target.limit + 2 * scratch, hidden)
+    result = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
+    cache.load_prompt(context.new, columns)
+    context.caches.append(cache)
+    return result, cache
+
+
+def read_committed(
+    context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    run: Callable[[Attend, Tensor], Tensor],
+) -> tuple[Tensor, TreeCache]:  # fmt: skip
+    """Run the head on the positions committed since the last proposal, hidden (B, P, H).
+
+    Returns the result of run(attend, positions (B, P)), and the head's own cache, which now has their keys and values.
+    """
+
+    def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:
+        mask = None if fresh else additive(cache.positions <= position.unsqueeze(-1), hidden.dtype)
+        return run(attend_with(cache, mask), position)
+
+    return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, num_layers, rotary, write)
 
 
 def copy_layer(block: DecoderBlock, layer: nn.Module) -> None:

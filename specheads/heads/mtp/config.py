@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from specheads.heads.limits import DEEPEST, MOST_LAYERS
 from specheads.heads.mtp.target_layers import TargetLayers, check_table, config_table, read_table
 from specheads.heads.unrolled import UnrolledConfig
 
@@ -27,9 +26,6 @@ class MtpConfig(UnrolledConfig):
         "num_nextn_predict_layers": "num_modules", "num_mtp_layers": "num_modules",
         "mtp_num_hidden_layers": "num_modules",
     }  # fmt: skip
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {
-        "num_modules": (1, MOST_LAYERS), "layer_indices": (0, DEEPEST),
-    }  # fmt: skip
 
     num_modules: int = 1
     target_config: dict[str, Any] | None = None
@@ -44,8 +40,6 @@ class MtpConfig(UnrolledConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"mtp head option step_decay={self.step_decay} must be above 0 and at most 1")
         if self.steps < self.num_modules:
             raise ValueError(
                 f"mtp head options steps={self.steps} and num_modules={self.num_modules}: modules past the last step "
@@ -58,21 +52,15 @@ class MtpConfig(UnrolledConfig):
         if self.target_config is not None:
             check_table(self.target_config)
 
-    @classmethod
-    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        return (num_layers,)
-
     @property
     def num_attention_heads(self) -> int:
         """The target layers', from which training estimates its memory."""
         assert self.target_config is not None
         return read_table(self.target_config).num_attention_heads
 
-    def with_base_defaults(self, base_config: Any) -> Self:
-        config = super().with_base_defaults(base_config)
-        if config.target_config is None:
-            config = replace(config, target_config=config_table(base_config))
-        if config.layer_indices is None:
-            assert config.target_config is not None
-            config = replace(config, layer_indices=TargetLayers(config.target_config).usual_indices())
-        return config
+    def base_defaults(self, base_config: Any) -> dict[str, Any]:
+        defaults = super().base_defaults(base_config)
+        table = defaults["target_config"] = self.target_config or config_table(base_config)
+        if self.layer_indices is None:
+            defaults["layer_indices"] = TargetLayers(table).usual_indices()
+        return defaults

@@ -27,11 +27,10 @@ from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.cache import Levels, TreeCache, additive, gather_nodes
 from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import final_norm
-from specheads.heads.layers.decoder import keep_committed
+from specheads.heads.layers.block import final_norm, keep_committed
 from specheads.heads.mtp.config import MtpConfig
 from specheads.heads.mtp.target_layers import LayerCall, TargetLayers
-from specheads.heads.starts.anchors import AnchoredStarts
+from specheads.heads.sampling import AnchoredStarts
 from specheads.heads.unrolled import UnrolledHead
 
 Keys = dict[int, tuple[Tensor, Tensor]]  # slot of a layer → its keys and values (B, heads, positions, d)
@@ -122,10 +121,6 @@ class MtpHead(UnrolledHead):
                 module._buffers[own] = before.to(after.device)
         return self
 
-    @property
-    def scored_depths(self) -> int:
-        return self.config.steps
-
     def refuse_unfit(self, base: Any) -> None:
         refuse_more_than_lm_head(base, self.config.kind)
         hidden = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size or 0)
@@ -151,19 +146,13 @@ class MtpHead(UnrolledHead):
     def passes(self, length: int) -> float:
         n, steps = self.config.num_modules, self.config.steps
         later = sum(len(self.active(s, steps)) for s in range(1, steps))
-        return 1 + later / n * self.config.anchored_share(length, 1)
+        return 1 + later / n * self.passes_of(1, length)
 
     def active(self, depth: int, depths: int) -> range:
         """The modules that read a token drafted at `depth` (from 1 on), in drafts of `depths` tokens: those that draft
         deeper, as they must have seen it. If depths exceed the modules, all are used again."""
         n = self.config.num_modules
         return range(depth, depths) if depths <= n else range(n)
-
-    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        return lm_head(hidden)
-
-    def output_parameters(self) -> list[Tensor]:
-        return []
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config

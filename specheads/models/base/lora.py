@@ -20,7 +20,7 @@ from specheads.decoding.probs.divergences import forward_kl
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import TapBatch
-from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
+from specheads.losses.chunked import Add, chunked_sum, rows_of_chunk
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LiveTeacher, Teacher, tap_base
 from specheads.options import reason, refuse_unknown, require_packages, shown
@@ -177,14 +177,14 @@ def base_loss(config: JointConfig, batch: TapBatch, adapted: LiveTeacher, base: 
         with torch.no_grad(), rescale_adapter_scale(base, 0.0):
             _, reference = tap_base(base, batch.tokens, attention_mask, batch.position_ids, ())
 
-    def compute(span: slice, rows: Tensor) -> Steps:
+    def compute(add: Add, span: slice, rows: Tensor) -> tuple[Tensor, ...]:
         logits = at_least_float32(adapted.project(rows))
         if reference is None:
-            yield cross_entropy(logits, targets.tokens[span], reduction="sum")
+            add(cross_entropy(logits, targets.tokens[span], reduction="sum"))
         else:
-            yield forward_kl(logits.log_softmax(-1), reference.probs(targets.positions[span], None).log_p).sum()
+            add(forward_kl(logits.log_softmax(-1), reference.probs(targets.positions[span], None).log_p).sum())
         return ()
 
     chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)
-    total, _ = chunked_sum(compute, [adapted.rows(targets.positions)], (), chunk)
+    total, _ = chunked_sum(compute, [adapted.outputs[targets.positions]], (), chunk)
     return total / batch.denominator

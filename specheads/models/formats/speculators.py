@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.heads import Eagle3Config, ParallelConfig
-from specheads.heads.feature import FeatureHeadConfig
+from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
 from specheads.models.formats.eagle import eagle3
@@ -142,7 +142,7 @@ def _config(
 
 
 def _nested_block(
-    head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
+    head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
 ) -> dict[str, Any]:
     """The dtype and the nested decoder config of a speculators config."""
     block = block_config(head, tensors, base) | {"model_type": model_type, "rope_parameters": head.rope_parameters}

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from specheads.decoding.verify.hf_base import logits_of
 from specheads.files import replacing
-from specheads.losses.teacher import LastHidden, Teacher, gives_logits
+from specheads.losses.teacher import LiveTeacher, Teacher, gives_logits
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.loading import quantization_of
 from specheads.models.spec_model import SpecModel
@@ -189,11 +189,11 @@ class CachingModel(SpecModel):
         rows = rows.tolist()
         if not self.cache.holds(rows):
             features, teacher = super().observe_base(input_ids, attention_mask, position_ids, documents, **kwargs)
-            assert isinstance(teacher, LastHidden)
-            self.cache.write(rows, features, teacher.hidden.view(*input_ids.shape, -1))
+            assert isinstance(teacher, LiveTeacher) and teacher.lm_head is not None
+            self.cache.write(rows, features, teacher.outputs.view(*input_ids.shape, -1))
             return features, teacher
         features, hidden = self.cache.read(rows, input_ids.shape[1], input_ids.device)
-        return features, LastHidden(hidden.flatten(0, 1), lambda states: logits_of(self.base, states))
+        return features, LiveTeacher(hidden.flatten(0, 1), lambda states: logits_of(self.base, states))
 
 
 class NumberedRows(Dataset):

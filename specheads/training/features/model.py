@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import logits_of
 from specheads.heads import DraftHead
-from specheads.losses.teacher import LastHidden, Teacher, TopKTail
+from specheads.losses.teacher import LiveTeacher, Teacher, TopKTail
 from specheads.models.config import SpecConfig
 from specheads.models.spec_model import SpecModel
 from specheads.training.features.frozen_weights import KeptBase
@@ -28,7 +28,7 @@ class FeatureModel(SpecModel):
         hidden = kwargs.get("last_hidden")
         topk = [kwargs.get(name) for name in ("topk_ids", "topk_log_p", "topk_tail")]
         if hidden is not None:
-            teacher: Teacher = LastHidden(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
+            teacher: Teacher = LiveTeacher(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
         elif topk[0] is not None:
             teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in topk))
         else:

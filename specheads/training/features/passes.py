@@ -13,7 +13,7 @@ from specheads.data.rows import IGNORED
 from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import text_config
 from specheads.losses.chunked import rows_of_chunk
-from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask
+from specheads.losses.teacher import LiveTeacher, TopKTail, gives_logits, packed_mask
 from specheads.training.features.forward import Forward
 from specheads.training.features.index import Index
 from specheads.training.features.shards import FeatureError, encode_states
@@ -54,11 +54,11 @@ class FeaturePasses:
         states = {f"tap_{k}": part for k, part in zip(self.index.taps, parts, strict=True)}
         topk: dict[str, Tensor] = {}
         if isinstance(self.index.teacher_probs, int):
-            assert isinstance(teacher, LastHidden | WholeLogits)
+            assert isinstance(teacher, LiveTeacher)
             topk = self._likeliest(teacher, batch["labels"], self.index.teacher_probs)
         elif self.index.teacher_probs == "hidden" and self.index.last_tap is None:
-            assert isinstance(teacher, LastHidden)
-            states["last_hidden"] = teacher.hidden.unflatten(0, documents.shape)
+            assert isinstance(teacher, LiveTeacher) and teacher.lm_head is not None
+            states["last_hidden"] = teacher.outputs.unflatten(0, documents.shape)
         supervised = (batch["labels"] != IGNORED) & (documents > 0)
         plain = {
             "input_ids": batch["input_ids"], "document_ids": documents, "position_ids": positions,
@@ -72,7 +72,7 @@ class FeaturePasses:
             saved.append(one)
         return saved
 
-    def _likeliest(self, teacher: LastHidden | WholeLogits, labels: Tensor, count: int) -> dict[str, Tensor]:
+    def _likeliest(self, teacher: LiveTeacher, labels: Tensor, count: int) -> dict[str, Tensor]:
         """The likeliest tokens at the positions before a supervised token; 0 elsewhere. labels (B, T)."""
         asked = torch.zeros_like(labels, dtype=torch.bool)
         asked[:, :-1] = labels[:, 1:] != IGNORED

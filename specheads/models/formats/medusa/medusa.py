@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import MedusaConfig
-from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_sizes, count, dtype_of, output_matrix
@@ -122,14 +121,14 @@ class Medusa(Format):
         }  # fmt: skip
 
 
-def vocabulary_refusals(head: DraftVocabularyConfig) -> list[str]:
+def vocabulary_refusals(head: MedusaConfig) -> list[str]:
     """Why a format without a draft vocabulary cannot hold a head that drafts only some of the tokens."""
     if head.draft_vocab_size == head.vocab_size:
         return []
     return [f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"]
 
 
-def full_vocabulary(head: DraftVocabularyConfig) -> dict[str, Tensor]:
+def full_vocabulary(head: MedusaConfig) -> dict[str, Tensor]:
     """d2t (V,) and t2d (V,) of a head that can draft every token."""
     assert head.vocab_size
     return {

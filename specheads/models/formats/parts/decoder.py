@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from specheads.decoding.verify.hf_base import text_config
-from specheads.heads.feature import FeatureHeadConfig
-from specheads.heads.layers.decoder import DecoderConfig
+from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
@@ -92,7 +91,7 @@ def _refuse_windows(files: Files, config: dict[str, Any]) -> None:
     )
 
 
-def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -> dict[str, Tensor]:
+def zero_biases(files: Files, config: dict[str, Any], head: DecoderConfig) -> dict[str, Tensor]:
     """Zero biases (H,) of o_proj for the blocks of a file that has biases only on queries, keys and values (qkv_bias);
     {} for other files."""
     assert head.hidden_size
@@ -115,7 +114,7 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
     return every or three
 
 
-def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
     """The Llama config of a head's decoder, with every size given explicitly."""
     own = text_config(base)
     ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

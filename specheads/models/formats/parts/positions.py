@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils import logging as hf_logging
 
-from specheads.heads.layers.decoder import DecoderConfig
+from specheads.heads.config import DecoderConfig
 from specheads.heads.layers.rope import USUAL_THETA, complete_rope, rope_options
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files

@@ -1,60 +1,66 @@
-"""Training on a random sample of each row's positions, its anchors, weighted so that the loss is an unbiased estimate.
+"""Random numbers of training, and the sample of each row's positions, its anchors, that they choose.
 
-`AnchoredStarts` samples where drafts start, for heads that draft level by level. `AnchoredBlocks` samples the blocks of
-a parallel head.
+Numbers depend on a row's tokens and a seed, not on its batch, process or device, so a run that resumes with a different
+number of processes draws the same. Counter-based, as in `decoding.probs.randomness`.
+
+Anchors: `AnchoredStarts` samples where drafts start, for heads that draft level by level; `AnchoredBlocks` the blocks
+of a parallel head. Both are weighted so that the loss is an unbiased estimate. Fewer cost less memory and time. The
+accepted length that training logs is that of the anchors alone; each counts once, so long rows count for less, and
+starts before an answer's last token not at all. Evaluation uses all starts.
 Shapes: B batch rows, T positions, A anchors of a row, S drafts of a position, D tokens that a block drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specheads.heads import draws
-from specheads.heads.base import HeadConfig
+from specheads.decoding.probs.randomness import GOLDEN, scramble, shift_right
 from specheads.losses.targets import DraftTargets
 
 
-@dataclass(frozen=True)
-class AnchoredStartsConfig(HeadConfig):
-    """anchors: how many starts per row, sampled at random, have their deeper drafts trained (default: all).
-    anchor_first: train the first drafts, too, at those starts only.
+def random_keys(tokens: Tensor, documents: Tensor, seed: int) -> Tensor:
+    """(B, T) int64 a key for each position, from the row's tokens, the position among them and the seed. Padding
+    (document 0) does not count."""
+    real = documents > 0
+    position = real.cumsum(1)
+    start = scramble(torch.tensor(seed)).to(tokens.device)
+    row = (scramble(tokens + position * GOLDEN) * real).sum(1, keepdim=True)
+    return scramble(scramble(row ^ start) + position * GOLDEN)
 
-    Fewer cost less memory and time, and the loss is an unbiased estimate. The accepted length that training logs is
-    that of the anchors alone; each counts once, so long rows count for less, and starts before an answer's last token
-    not at all. Evaluation uses all starts.
-    """
 
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {"anchors": (1, 2**20)}
+def uniform(key: Tensor) -> Tensor:
+    """(…) int64 → (…) float32, uniform over [0, 1) in steps of 2⁻²⁴."""
+    return shift_right(key, 40).float() * 2**-24
 
-    anchors: int | None = None
-    anchor_first: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchor_first and self.anchors is None:
-            raise ValueError(
-                f"{self.kind} head option anchor_first is for a sample of starts: give anchors, their number, too"
-            )
-        if self.anchors is not None and self.dpace is not None:
-            raise ValueError(
-                f"{self.kind} head options anchors and dpace: D-PACE weights a draft by its deeper ones, which anchors "
-                "leave out; give one of them"
-            )
+def split_keys(key: Tensor, count: int) -> Iterator[Tensor]:
+    """(B, T) keys → for each row (T, count) new keys. Row by row, because all keys at once, of eight bytes each, would
+    take more memory than the numbers drawn from them."""
+    steps = torch.arange(1, count + 1, device=key.device) * GOLDEN
+    for row in key:
+        yield scramble(row.unsqueeze(1) + steps)
 
-    @property
-    def anchored_depth(self) -> int:
-        """The first depth at which only the anchors draft."""
-        return 0 if self.anchor_first else 1
 
-    def anchored_share(self, length: int, depth: int) -> float:
-        """The share of starts whose drafts at `depth` are trained on, in a row of `length` tokens."""
-        if self.anchors is None or depth < self.anchored_depth:
-            return 1.0
-        return min(self.anchors, length) / length
+def check_anchors(kind: str, anchors: int | None, anchor_first: bool, dpace: float | None) -> None:
+    """ValueError unless these options of a head, see `AnchoredStarts`, go together."""
+    if anchor_first and anchors is None:
+        raise ValueError(f"{kind} head option anchor_first is for a sample of starts: give anchors, their number, too")
+    if anchors is not None and dpace is not None:
+        raise ValueError(
+            f"{kind} head options anchors and dpace: D-PACE weights a draft by its deeper ones, which anchors leave "
+            "out; give one of them"
+        )
+
+
+def anchored_share(anchors: int | None, anchor_first: bool, length: int, depth: int) -> float:
+    """The share of starts whose drafts at `depth` are trained on, in a row of `length` tokens."""
+    if anchors is None or depth < 1 - anchor_first:
+        return 1.0
+    return min(anchors, length) / length
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class AnchoredStarts:
         able[targets.starts[:, depth:][targets.valid[:, depth:]]] = True
         able = able.view(keys.shape)
         available = able.sum(1, keepdim=True)
-        order = draws.uniform(keys).masked_fill(~able, -1)
+        order = uniform(keys).masked_fill(~able, -1)
         # At least one column, since layers of transformers cannot take none.
         columns = order.topk(max(1, min(count, int(available.max()))), 1).indices
         return cls(columns, able.gather(1, columns) * (available / available.clamp(1, count)), depth)
@@ -135,7 +141,7 @@ class AnchoredBlocks:
         available = able.sum(1, keepdim=True)
         assert (count is None) == (keys is None), "a sample needs keys"
         most = length if count is None else count
-        order = (able.float() if keys is None else draws.uniform(keys)).masked_fill(~able, -1)
+        order = (able.float() if keys is None else uniform(keys)).masked_fill(~able, -1)
         anchors = order.topk(min(most, int(available.max())), 1).indices.sort(1).values
         weights = (available / available.clamp(1, most)).expand(-1, anchors.shape[1])
         return cls(anchors, learned.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)

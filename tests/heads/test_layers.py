@@ -1,14 +1,16 @@
-"""Claims about a head's rotary positions: they are transformers' own and those of the papers, a new head has its
-base's, and what no head can have is refused by name."""
+"""The layers of heads. Rotary positions are transformers' own and those of the papers, a new head has its base's, and
+what no head can have is refused by name."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specheads import Eagle3Config, EagleConfig, HydraConfig, ParallelConfig, convert
+from specheads.heads.layers.block import RMSNorm
 from specheads.heads.layers.rope import RotaryTable, inherited_rope
 from tests.reference.foreign_rope import SCALED, frequencies
 from tests.support.tiny_models import tiny_llama
@@ -61,12 +63,12 @@ def test_every_kind_of_scaling_is_another_table():
 # --- Whose positions a new head has ---
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("head", ["eagle", "eagle3", "parallel"])
-def test_a_new_head_has_its_bases_positions(head, name):
-    base = tiny_llama(rope_parameters=dict(EVERY[name]))
-    assert convert(base, head).head.config.rope_parameters == EVERY[name]
-    assert convert(base, head, rope_parameters=PLAIN).head.config.rope_parameters == PLAIN
+def test_a_new_head_has_its_bases_positions():
+    for name, rope in EVERY.items():
+        base = tiny_llama(num_hidden_layers=3, rope_parameters=dict(rope))
+        for head in ("eagle", "eagle3", "parallel"):
+            assert convert(base, head).head.config.rope_parameters == rope, (head, name)
+            assert convert(base, head, rope_parameters=PLAIN).head.config.rope_parameters == PLAIN, (head, name)
     assert convert(base, head, rope_theta=77).head.config.rope_parameters == {**PLAIN, "rope_theta": 77.0}
 
 
@@ -90,16 +92,13 @@ def test_a_base_whose_layers_differ_gives_those_of_its_full_attention():
     assert inherited_rope(config) == SCALED["linear"]
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
+def test_where_no_head_can_have_the_bases_positions_its_own_are_plain_of_the_same_theta():
+    for rope in (
         {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 8.0},
         {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5},
-    ],
-)
-def test_where_no_head_can_have_the_bases_positions_its_own_are_plain_of_the_same_theta(rope):
-    assert inherited_rope(LlamaConfig(head_dim=8, rope_parameters={**rope, "rope_theta": 500.0})) == PLAIN
+    ):
+        assert inherited_rope(LlamaConfig(head_dim=8, rope_parameters={**rope, "rope_theta": 500.0})) == PLAIN, rope
 
 
 def test_heads_saved_before_positions_could_be_scaled_are_read_as_they_were():
@@ -137,13 +136,24 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_no_head_can_have_is_refused_by_name(case):
-    rope, message = REFUSED[case]
-    with pytest.raises(ValueError, match=f"eagle3 head option rope_parameters: .*{message}"):
-        Eagle3Config(rope_parameters=rope)
-
-
-def test_theta_in_two_places_is_refused():
+def test_what_no_head_can_have_is_refused_by_name():
+    for rope, message in REFUSED.values():
+        with pytest.raises(ValueError, match=f"eagle3 head option rope_parameters: .*{message}"):
+            Eagle3Config(rope_parameters=rope)
     with pytest.raises(ValueError, match="rope_theta and rope_parameters: give theta in the latter"):
         Eagle3Config.from_options({"rope_theta": 500.0, "rope_parameters": PLAIN})
+
+
+# --- Norms ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norms_values_are_torchs_own_in_the_dtype_of_the_input(dtype):
+    generator = torch.Generator().manual_seed(0)
+    ours, torchs = RMSNorm(16, eps=1e-5), nn.RMSNorm(16, eps=1e-5)
+    with torch.no_grad():
+        ours.weight.copy_(torch.randn(16, generator=generator))
+    torchs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 16, generator=generator)
+    assert torch.equal(ours(x), torchs(x))
+    assert torch.equal(ours(x.to(dtype)), torchs(x.to(dtype).float()).to(dtype))

@@ -16,7 +16,8 @@ drafts, M slots of several blocks, r Markov rank, Vd draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,12 @@ from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.cache import Reach, TreeCache, additive, visible
-from specheads.decoding.verify.hf_base import UnsupportedModel, logits_of, refuse_more_than_lm_head
+from specheads.decoding.verify.hf_base import UnsupportedModel, layer_count, logits_of, refuse_more_than_lm_head
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import ContextBlock, copy_norm, final_norm
-from specheads.heads.layers.decoder import keep_committed
-from specheads.heads.layers.norm import RMSNorm
-from specheads.heads.parallel.config import ParallelConfig
-from specheads.heads.starts.anchors import AnchoredBlocks
-from specheads.heads.vocabulary import DraftVocabulary
+from specheads.heads.config import DecoderConfig
+from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed
+from specheads.heads.sampling import AnchoredBlocks
+from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary
 from specheads.losses.chunked import calls_of_all
 from specheads.losses.targets import tokens_left
 
@@ -45,6 +44,81 @@ SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
 Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class ParallelConfig(DecoderConfig):
+    """taps: the states read, as in decoding/verify/taps.py. draft_vocab_size: tokens the head can draft (default: all).
+    block_size: slots of a block, the root's included.
+    sample_from_anchor: true: a slot predicts the token after its position; false: the token at its position, as in
+      DFlash and JetSpec.
+    causal: false: slots attend to one another in both directions, as in DFlash.
+    markov_rank: rank of the Markov bias; 0 for none.
+    confidence: learn how likely each draft is accepted.
+    mask_token_id: the base's token that slots after the root read (default: an embedding of the head's own).
+    anchors: blocks per row that a training step samples. The accepted length it logs counts each of them once.
+    decay: the loss of the draft at depth j has weight decay^j; published: e^(−1/4) for blocks of 8, e^(−1/7) for 16.
+    draft_depth: the default tree's depth.
+
+    With a draft vocabulary the head keeps the base's output rows of its tokens, frozen.
+    """
+
+    kind: ClassVar[str] = "parallel"
+    loss_terms: ClassVar[tuple[str, ...]] = ("confidence",)
+
+    loss: str = "kl"
+    draft_vocab_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    num_layers: int = 2
+    block_size: int = 8
+    sample_from_anchor: bool = True
+    causal: bool = True
+    markov_rank: int = 256
+    confidence: bool = False
+    mask_token_id: int | None = None
+    anchors: int = 512
+    decay: float = 0.78
+    draft_depth: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
+        if not self.num_drafted:
+            raise ValueError("a block of one slot, the root's, drafts nothing where sample_from_anchor is false")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.taps or ()
+
+    @property
+    def output_size(self) -> int | None:
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_drafted  # the whole block, of which the default tree drafts only the first draft_depth
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size - self.silent_slots
+
+    @property
+    def silent_slots(self) -> int:
+        """Slots at the start of a block that draft nothing: the root's, if slots predict their own position."""
+        return 0 if self.sample_from_anchor else 1
+
+    def base_defaults(self, base_config: Any) -> dict[str, Any]:
+        defaults, size = super().base_defaults(base_config), base_config.vocab_size
+        if self.mask_token_id is not None and self.mask_token_id >= size:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is no token of a vocabulary of {size}")
+        return {**defaults, "taps": self.default_taps(layer_count(base_config)), "draft_vocab_size": size}
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        """Five layers, evenly spaced from the second's output to the third last's."""
+        first, last = (2, num_layers - 2) if num_layers > 5 else (min(1, num_layers), num_layers)
+        return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
+
+
 class ParallelHead(DraftVocabulary):
     Config = ParallelConfig
     config: ParallelConfig
@@ -52,19 +126,11 @@ class ParallelHead(DraftVocabulary):
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)
         c = config
-        assert c.hidden_size and c.vocab_size and c.draft_vocab_size and c.taps and c.num_attention_heads and c.head_dim
-        assert c.num_key_value_heads and c.intermediate_size and c.rms_norm_eps
+        assert c.hidden_size and c.vocab_size and c.draft_vocab_size and c.taps
         size, rank, drafted = c.hidden_size, c.markov_rank, c.draft_vocab_size
         self.fc = nn.Linear(len(c.taps) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps=c.rms_norm_eps)
-        self.decoder = nn.ModuleList(
-            ContextBlock(
-                hidden_size=size, intermediate_size=c.intermediate_size, num_heads=c.num_attention_heads,
-                num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
-                attention_bias=c.attention_bias, mlp_bias=c.mlp_bias,
-            )
-            for _ in range(c.num_layers)
-        )  # fmt: skip
+        self.decoder = nn.ModuleList(ContextBlock(**c.block_sizes()) for _ in range(c.num_layers))
         self.norm = RMSNorm(size, eps=c.rms_norm_eps)
         self.rotary = c.rotary()
         if c.mask_token_id is None:
@@ -78,11 +144,6 @@ class ParallelHead(DraftVocabulary):
             self.lm_head = nn.Linear(size, drafted, bias=False).requires_grad_(False)
         if config.confidence:
             self.confidence = nn.Linear(size + rank, 1)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        assert self.config.taps is not None
-        return self.config.taps
 
     def passes(self, length: int) -> float:
         return 1 + min(self.config.anchors, length) * self.config.block_size / length

@@ -1,1 +1,0 @@
-"""The parallel block head and its options."""

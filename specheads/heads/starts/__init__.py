@@ -1,1 +1,0 @@
-"""Where drafts start in a training row: every position, sampled anchors, and the labels at each depth."""

@@ -7,6 +7,7 @@ import pytest
 
 from specheads.training import run as training
 from specheads.training.errors import TrainingStopped
+from specheads.training.parity import ParityConfig
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
 from specheads.training.run import prepare
@@ -67,7 +68,7 @@ def test_a_fault_after_training_costs_neither_the_head_nor_the_other_parts(part,
     monkeypatch.setattr(training, "compare", lambda *_: training.Parity(1.5, 1.5, 1.4, 30, 0.02))
     when = "no" if part == "the evaluation" else "steps"
     wanted = recipe(folder, tmp_path, push_to_hub=True, hub_strategy="end", eval_strategy=when, eval_steps=3)
-    object.__setattr__(wanted, "parity", training.ParityConfig(prompts=1))
+    object.__setattr__(wanted, "parity", ParityConfig(prompts=1))
     (tmp_path / "results.json").write_text('{"eval_accepted_length": 9.0}')  # an earlier run's
     run = prepare(wanted)
     owner, name = PARTS[part]

@@ -34,7 +34,7 @@ from specheads.training.trainer.optim import is_hidden_matrix
 
 GIB = 1 << 30
 GPU_CONTEXT = 0.5 * GIB  # of CUDA, its kernels and workspaces; not measured
-PRODUCT_SHARE = 0.65  # of the rate of large products, which frozen passes and a small head reach
+PRODUCT_SHARE = 0.7  # of the rate of large products, which frozen passes and a small head reach
 MEASURED_SECONDS = 0.3
 BUSY = 0.25  # cores that other programs take, from which on a machine is called busy
 

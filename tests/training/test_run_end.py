@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from specheads.training import budget
 from specheads.training import run as training
 from specheads.training.errors import TrainingStopped
 from specheads.training.parity import ParityConfig
@@ -47,6 +49,18 @@ def test_a_run_whose_best_checkpoint_is_gone_saves_the_last_head(folder, tmp_pat
     metrics = run.train()
     assert run.trainer.restored_step is None and "head_step" not in metrics
     assert (tmp_path / "model.safetensors").is_file() and results(tmp_path) == metrics
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_evaluations_have_at_most_a_share_of_the_rows_trained_on(saved, folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(budget, "MIN_ROWS", 2)
+    wanted = recipe(folder, tmp_path, features=folder / "saved" if saved else None, eval_strategy="no")
+    whole = prepare(replace(wanted, evaluation_share=None)).trainer.eval_dataset
+    assert len(whole) == 5 and "held-out rows" not in caplog.text
+    trainer = prepare(wanted).trainer  # four steps of two rows
+    assert trainer.evaluate()["eval_rows"] == len(trainer.eval_dataset) == 2
+    assert [list(row["input_ids"]) for row in trainer.eval_dataset] == [list(whole[i]["input_ids"]) for i in (0, 2)]
+    assert "evaluation: 2 of 5 held-out rows, 1 times: at most evaluation_share=0.1" in caplog.text
 
 
 def broken(*args, **kwargs):

@@ -189,7 +189,7 @@ class _Sizes:
     def _multiplied(self) -> int:
         """The base's parameters that a token is multiplied with: all but the embeddings."""
         embeddings: Any = self.model.get_input_embeddings()
-        tied = embeddings.weight is self.model.get_output_embeddings().weight  # type: ignore[union-attr]
+        tied = embeddings.weight is self.model.get_output_embeddings().weight
         return self.frozen - (0 if tied else embeddings.weight.numel())
 
 

@@ -107,7 +107,7 @@ class Recipe:
             return {name: value for name, (value, usual) in values.items() if value != usual and _plain(value)}
 
         sections = {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
-        sections |= {name: part and part.to_dict() for name, part in (("head", self.head), ("lora", self.lora))}
+        sections |= {"head": self.head.to_dict() if self.head else {}, "lora": self.lora.to_dict() if self.lora else {}}
         sections["training"] = {
             name: value for name, value in self.training.items() if _plain(value) and not name.endswith("_token")
         }

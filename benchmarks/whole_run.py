@@ -7,9 +7,9 @@
 benchmarks/peers.py says how to create ModelOpt's environment. Every side trains an EAGLE-3 head on the same rows, all
 of the same length, for the same epochs, with the same batch size, AdamW and schedule, in float32 on one thread.
 "specheads" drafts from every position and runs the base at every step, as ModelOpt does. "cache" saves the base's
-features in the first epoch; "anchors" drafts beyond the first token at one position in eight only, and "anchors alone"
-does so for first drafts too, which is less work. Our times are of whole runs of a recipe, including reading and saving;
-ModelOpt's are of the training steps only.
+features first, and trains from them; "anchors" drafts beyond the first token at one position in eight only, and
+"anchors alone" does so for first drafts too, which is less work. Our times are of whole runs of a recipe, including
+reading and saving; ModelOpt's are of the training steps only.
 
 Accepted length is that of greedy chains, decoded in the same loop for all, on prompts from held-out files and as many
 from installed packages; intervals are 95 %, by resampling seeds and prompts. OUT/runs/ keeps each run; whatever is
@@ -41,11 +41,13 @@ from specheads.bench.figures.intervals import crossed_interval
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding.generation import prompt_batches
+from specheads.training.features.extract import save_features
+from specheads.training.features.plan import SaveOptions
 from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
 
 PEER = "modelopt"
-OURS = {  # (feature cache?, anchors?, anchors for first drafts too?)
+OURS = {  # (saved features?, anchors?, anchors for first drafts too?)
     "specheads": (False, False, False), "specheads, cache": (True, False, False),
     "specheads, cache and anchors": (True, True, False), "specheads, cache and anchors alone": (True, True, True),
 }  # fmt: skip
@@ -67,7 +69,6 @@ def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: arg
                 "anchors": options.max_length // 8 if anchors else None, "anchor_first": anchor_first,
             },
             "data": {"train": [str(rows)], "max_length": options.max_length},
-            "feature_cache": f"{scratch}/features" if cache else None,
             "parity": {"prompts": 0},
             "training": {
                 "output_dir": str(folder), "num_train_epochs": options.epochs, "seed": seed, "use_cpu": True,
@@ -77,7 +78,10 @@ def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: arg
             },
         }))  # fmt: skip
         began = time.process_time()
-        run = prepare(read_recipe(recipe))
+        saved = Path(scratch) / "features"
+        if cache:
+            save_features(read_recipe(recipe), SaveOptions(saved))
+        run = prepare(read_recipe(recipe, [f"features={saved}"] if cache else []))
         run.train()
         return {"cpu_seconds": time.process_time() - began, "steps": run.trainer.state.global_step}
 

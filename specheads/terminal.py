@@ -19,7 +19,7 @@ from rich.text import Text
 ACCEPTED, REJECTED, OWN = "green", "red strike", "blue"
 MARKS = {ACCEPTED: ("{+", "+}"), REJECTED: ("[-", "-]"), OWN: ("", "")}
 _LOG_WIDTH = 110  # characters; of tables and rules in a log file
-_LOG_EVERY = 15.0  # seconds between progress lines in a log file
+LOG_EVERY = 15.0  # seconds between progress lines in a log file
 
 Report = Callable[[float, str], None]
 
@@ -109,6 +109,13 @@ def as_text(shown: Table) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
+def clock_time(seconds: float) -> str:
+    """`1:52`, or `2:03:04` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 @contextmanager
 def progress(console: Console, what: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
     """A progress bar; the block calls report(fraction, note). In a log file, a line every few seconds, and the last
@@ -122,14 +129,14 @@ def progress(console: Console, what: str, *, clock: Callable[[], float] = time.m
             task = bar.add_task(what, total=1.0, note="")
             yield lambda fraction, note: bar.update(task, completed=fraction, note=note)
         return
-    began, shown, done, held = clock(), clock() - _LOG_EVERY, False, ""
+    began, shown, done, held = clock(), clock() - LOG_EVERY, False, ""
 
     def report(fraction: float, note: str) -> None:
         nonlocal shown, done, held
         if done:
             return
         held = f"{what} {fraction:.0%}  {note}  {clock() - began:.0f} s"
-        if clock() - shown >= _LOG_EVERY or fraction >= 1:
+        if clock() - shown >= LOG_EVERY or fraction >= 1:
             shown, done = clock(), fraction >= 1
             console.print(held)
             held = ""

@@ -124,14 +124,15 @@ def parity(
     from specheads.data.datasets import build_datasets
     from specheads.decoding.verify.hf_base import text_config
     from specheads.models.named import load_with_tokenizer
-    from specheads.terminal import make_console, table
+    from specheads.terminal import make_console, progress, table
     from specheads.training.parity import ParityConfig, compare, prompts_of
 
     config = ParityConfig(prompts, max_new_tokens=max_new_tokens, tolerance=tolerance)
     loaded, tokenizer = load_with_tokenizer(model, base, dtype, device)
     wanted = DataConfig(train=data, max_length=max_length, max_samples=prompts)
     rows, _ = build_datasets(wanted, tokenizer, text_config(loaded.base).vocab_size)
-    found = compare(loaded, prompts_of(rows, config), config)
+    with progress(make_console(stderr=True), "decoding") as report:
+        found = compare(loaded, prompts_of(rows, config), config, report)
     if found is None:
         raise ValueError("the base answered every prompt with a single token: give other rows")
     if as_json:

@@ -53,7 +53,7 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Estimate the memory and time of the run, print them and exit.")
+        bool, typer.Option("--dry-run", help="Estimate the memory, steps and time of the run, print them and exit.")
     ] = False,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Number of processes for --dry-run (default: the recipe's, or 1).")
@@ -64,9 +64,6 @@ def train(
             help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3 (default: the recipe's, or ddp for "
             "several).",
         ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Device for --dry-run: H200, A100 … (default: this machine's).")
     ] = None,
     show_mask: Annotated[
         int | None,
@@ -87,7 +84,7 @@ def train(
     Examples:
       specheads train eagle3 base=my/model
       specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
-      specheads train eagle3 --dry-run --processes 8 --distributed fsdp2 --device H200
+      specheads train eagle3 --dry-run --processes 8 --distributed fsdp2
       specheads train eagle3 base=my/model data.train=chats.jsonl --show-mask 100
       accelerate launch -m specheads_cli train my.yaml
     """
@@ -103,9 +100,9 @@ def train(
     from specheads.cli.commands import train as command
 
     if dry_run:
-        command.show_estimate(file, overrides or [], processes, distributed, device, as_json)
+        command.show_estimate(file, overrides or [], processes, distributed, as_json)
         return
-    command.refuse_without_dry_run(processes=processes, distributed=distributed, device=device)
+    command.refuse_without_dry_run(processes=processes, distributed=distributed)
     if code := command.run(file, overrides or [], "specheads", as_json):
         raise typer.Exit(code)
 

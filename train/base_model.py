@@ -3,7 +3,7 @@
     python train/base_model.py --output_dir out/base --minutes 90
     python train/base_model.py --output_dir out/deeper --init out/base --layers 12 --minutes 80
     python train/base_model.py --output_dir out/small --init out/base --layers 2 --teacher out/base --minutes 30
-    python train/base_model.py --output_dir out/longer --init out/base --layers 12 --data src/ --tokens 40e6 --resume \\
+    python train/base_model.py --output_dir out/longer --init out/base --layers 12 --data src/ --tokens 40e6 \\
         --packages numpy networkx
     python train/base_model.py --output_dir out/hybrid --config recipes/hybrid_base.json --tokenizer checkpoints/base
 
@@ -12,8 +12,7 @@ one below it whose two output projections start at zero, so that the deeper mode
 The third trains a small model that drafts for the first: it keeps fewer --layers, evenly spaced, and learns the
 teacher's distribution at each token, not just the token (DistillSpec, arXiv:2310.08461).
 The fourth also trains on your own source and on installed packages, whose licences are yours to check. Its budget is in
-tokens, which also paces the learning rate. Every 200 steps resume.pt is written beside the model; after an
-interruption, a crash or kill -9, the same command with --resume continues with the same losses as an undisturbed run.
+tokens, which also paces the learning rate. The model is saved every 200 steps: --init continues from there.
 The fifth trains another kind of model, here with short convolutions and few attention layers (LFM2), with the
 tokenizer of an existing model.
 """

@@ -4,7 +4,7 @@
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/medusa.yaml base=my/model
     torchrun --nproc_per_node 2 train/heads.py recipes/eagle.yaml training.use_cpu=true launch.processes=2
 
-    python train/heads.py recipes/eagle3.yaml --dry-run --processes 8 --distributed fsdp2 --device H200
+    python train/heads.py recipes/eagle3.yaml --dry-run --processes 8 --distributed fsdp2
 
 Any option of the recipe can be given as key=value, with dots for sections and values as in YAML:
     head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
@@ -41,16 +41,12 @@ def train(arguments: Sequence[str] | None) -> int:
         choices=KINDS,
         help="of the run that --dry-run estimates (default: the recipe's, or ddp for several)",
     )
-    parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: this machine's)")
     options = parser.parse_intermixed_args(arguments)
-    recipe, of_a_dry_run = (
-        find_recipe(options.recipe, "train"),
-        (options.processes, options.distributed, options.device),
-    )
+    recipe = find_recipe(options.recipe, "train")
     if options.dry_run:
-        command.show_estimate(recipe, options.overrides, *of_a_dry_run)
+        command.show_estimate(recipe, options.overrides, options.processes, options.distributed)
         return 0
-    command.refuse_without_dry_run(**dict(zip(("processes", "distributed", "device"), of_a_dry_run, strict=True)))
+    command.refuse_without_dry_run(processes=options.processes, distributed=options.distributed)
     return command.run(recipe, options.overrides, "train/heads.py")
 
 

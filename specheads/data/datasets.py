@@ -18,7 +18,7 @@ from specheads.data import rows as rows_code
 from specheads.data.batches import Collator, pack
 from specheads.data.chat_template import MissingTemplate
 from specheads.data.config import DataConfig
-from specheads.data.dropped import Dropped, reason_of
+from specheads.data.row_forms import Dropped, reason_of
 from specheads.data.rows import IGNORED, TOKEN_COLUMNS, Row, chunk, tokenize, truncate
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines, source_name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
@@ -23,6 +24,33 @@ class RowError(ValueError):
     """A row that nothing can be learnt from. reason: its kind, by which such rows are counted."""
 
     reason = "malformed"
+
+
+class Dropped:
+    """Rows left out. str() says how many for which reason, and the number and fault of the first with each."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, reason: str, number: int, fault: str = "") -> None:
+        """number: of the row, from 1."""
+        self.counts[reason] += 1
+        self._first.setdefault(reason, f"row {number}" + (f": {fault}" if fault else ""))
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{count:,} {reason} (the first is {self._first[reason]})" for reason, count in self.counts.most_common()
+        )
+
+
+def reason_of(error: ValueError) -> str:
+    """The kind of fault of a row, by which it is counted."""
+    return error.reason if isinstance(error, RowError) else RowError.reason
 
 
 def is_chat(columns: Collection[str]) -> bool:
@@ -75,7 +103,7 @@ def _parse_message(message: Any, number: int, known: Collection[str]) -> Message
         raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content', or 'from' and 'value'")
     rest = dict(message)
     is_sharegpt = "role" not in rest
-    given = role = rest.pop("from" if is_sharegpt else "role")
+    original = role = rest.pop("from" if is_sharegpt else "role")
     if not is_sharegpt and role in known:
         return dict(message)
     if is_sharegpt and "value" in rest:
@@ -88,7 +116,7 @@ def _parse_message(message: Any, number: int, known: Collection[str]) -> Message
         refuse_unknown([role], [*known, *_NAMES], "role")
     except ValueError as error:
         raise ValueError(f"message {number}: {error}") from error
-    if is_sharegpt and given == "function_call" and (call := _parse_call(rest["content"])) is not None:
+    if is_sharegpt and original == "function_call" and (call := _parse_call(rest["content"])) is not None:
         rest |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
     return {"role": role, **rest}
 

@@ -23,30 +23,28 @@ from specheads.models.base.loading import as_dtype, load_config, load_tokenizer,
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
-from specheads.training.features.cache import with_cache
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.plan import autocast_of
-from specheads.training.recipe.arguments import SpecTrainingArguments
+from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_absent_reporters
 from specheads.training.recipe.base import load_base, padding_id
-from specheads.training.recipe.options import refuse_absent_reporters
 from specheads.training.recipe.recipe import Recipe, RecipeError
 
 
-def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
-    """Model, rows to train on, held-out rows and collator, with the base in memory, and its features cached if the
-    recipe has a feature_cache."""
+def load_rows(recipe: Recipe) -> tuple[Any, Any, Any]:
+    """Rows to train on, held-out rows or None, and the base's tokenizer."""
     assert recipe.data is not None
     hub = hub_options(recipe.base)
     config = load_config(recipe.base, **hub).get_text_config(decoder=True)
     tokenizer = load_tokenizer(recipe.base, **hub)
     stops = stop_ids(recipe.base, config, tokenizer, **hub)
+    return *build_datasets(recipe.data, tokenizer, config.vocab_size, stops), tokenizer
+
+
+def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
+    """Model, rows to train on, held-out rows and collator, with the base in memory."""
     with arguments.main_process_first(desc="reading the data"):
-        train, held_out = build_datasets(recipe.data, tokenizer, config.vocab_size, stops)
-    model, collator = build_model(recipe, train), Collator(padding_id(tokenizer))
-    if recipe.feature_cache is None:
-        return model, train, held_out, collator
-    cached = with_cache(recipe.feature_cache, model, train, collator, autocast_of(recipe.training))
-    return cached.model, cached.rows, held_out, cached.collator
+        train, held_out, tokenizer = load_rows(recipe)
+    return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
 
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:

@@ -130,16 +130,6 @@ def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, he
     )
 
 
-def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None:
-    """TrainingError if a loss or a gradient norm is not finite."""
-    number = float(value)
-    if not torch.isfinite(torch.tensor(number)):
-        raise TrainingError(
-            f"step {step}: the {what} is {number}, and the step was not taken; {resume_hint(output_dir)}, with a lower "
-            "training.learning_rate or training.max_grad_norm, in bf16 instead of fp16, or without that step's rows"
-        )
-
-
 @contextlib.contextmanager
 def writing(path: Path, output_dir: Any) -> Iterator[None]:
     """In the block a failure to write a file, such as a full disk, is a TrainingError; path: what was to be written."""

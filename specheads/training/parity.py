@@ -8,8 +8,10 @@ with the tree that will be used, which may choose its nodes by more than ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,8 @@ from specheads.data.rows import IGNORED
 from specheads.decoding.generation.context_limits import base_length
 from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.planner import chain
-from specheads.options import OptionError, refuse_unknown
+from specheads.options import OptionError
+from specheads.terminal import Report, clock_time
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -52,11 +55,6 @@ class ParityConfig:
             raise OptionError(
                 "{parity.tolerance}: expected a share from 0 to below 1", **{"parity.tolerance": self.tolerance}
             )
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> ParityConfig:
-        refuse_unknown(options, [field.name for field in fields(cls)], section="parity.")
-        return cls(**options)
 
 
 @dataclass(frozen=True)
@@ -161,13 +159,15 @@ def _step_lengths(out: Any) -> tuple[list[int], list[int]]:
 
 @torch.no_grad()
 def compare(
-    model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Callable[[float], None] | None = None
-) -> Parity | None:
+    model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Report | None = None,
+    seconds: float = math.inf,
+) -> Parity | None:  # fmt: skip
     """Decode each prompt and score the resulting text; None if each was a single token, which takes no step.
 
-    A prompt that leaves no room for the new tokens in the base's context is cut to its first tokens. The model is left
-    in the mode it was in.
+    seconds: no further prompt is begun after so many. A prompt that leaves no room for the new tokens in the base's
+    context is cut to its first tokens. The model is left in the mode it was in.
     """
+    began = time.monotonic()
     was_training = model.training
     model.eval()
     depths = model.head.scored_depths
@@ -182,7 +182,7 @@ def compare(
         eos_token_id=config_before.eos_token_id, pad_token_id=config_before.pad_token_id
     )
     try:
-        for done, whole in enumerate(prompts):
+        for done, whole in enumerate(prompts, start=1):
             prompt = whole[:room]
             ids = torch.tensor([prompt], device=model.device)
             asked: dict[str, Any] = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
@@ -195,8 +195,13 @@ def compare(
                 decoded.add(gains)
                 scored.add(_simulate_steps(runs))
                 served.add(_step_lengths(model.generate(ids, draft="head", **asked))[0])
+            spent = time.monotonic() - began
+            last = done == len(prompts) or spent >= seconds
             if report:
-                report((done + 1) / len(prompts))
+                left = min(spent / done * (len(prompts) - done), max(0.0, seconds - spent))
+                report(1.0 if last else done / len(prompts), f"{done} prompts, {clock_time(left)} left")
+            if last:
+                break
     finally:
         model.train(was_training)
         model.generation_config = config_before

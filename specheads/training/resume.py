@@ -6,7 +6,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,13 @@ class Writers:
                 "choose training.per_device_train_batch_size and training.gradient_accumulation_steps so that their "
                 f"product with the processes is {written.rows}, or start the data over: training.ignore_data_skip=true"
             )
-        if other_data(self.data, written.data) and not other_rows:
+        if self.data != written.data and None not in (self.data, written.data) and not other_rows:
             raise ResumeError(
                 f"{checkpoint} was written by a run on other data ({written.data}; here {self.data}), whose position "
                 f"means nothing here: give the same data, start with these anew (training.ignore_data_skip=true), "
                 f"{restart}"
             )
-        if self.seed != written.seed and None not in (self.seed, written.seed) and not other_rows:
+        if self.seed != written.seed and not other_rows:
             raise ResumeError(
                 f"{checkpoint} was written by a run whose rows are in the order by the seed {written.seed}, and this "
                 f"one's is {self.seed}: give training.data_seed={written.seed}, or start the data over "
@@ -107,7 +107,6 @@ def begin_anew(checkpoint: Path) -> str:
 def data_mark(rows: Any) -> str | None:
     """A dataset's number of rows, a checksum of the tokens of some, and one of their labels, if rows hold tokens (a
     transform or a collator may make them later); None for a dataset without a length."""
-    rows = getattr(rows, "rows", rows)  # a feature cache wraps them
     if not hasattr(rows, "__len__"):
         return None
     mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MOST_ROWS))
@@ -123,11 +122,6 @@ def data_mark(rows: Any) -> str | None:
         tokens = _crc(row["input_ids"], tokens)
         labels = _crc(next((row[name] for name in _LEARNT if row.get(name) is not None), ()), labels)
     return f"{mark}, checksum {tokens:08x}, of labels {labels:08x}"
-
-
-def other_data(one: str | None, other: str | None) -> bool:
-    """Do two marks show different data? Those of older versions are shorter."""
-    return bool(one and other) and not (str(one).startswith(str(other)) or str(other).startswith(str(one)))
 
 
 def _crc(numbers: Iterable[Any], crc: int) -> int:
@@ -166,9 +160,10 @@ class Unlogged:
 def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
     """The writers of a checkpoint, as far as this process can see; None if not recorded."""
     file = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
-    if file is None or "processes" not in (record := _read(file)):
+    if file is None:
         return None
-    return Writers(record["processes"], record["rows"], record["kind"], record.get("data"), record.get("seed"))
+    record = _read(file)
+    return Writers(**{field.name: record[field.name] for field in fields(Writers)})
 
 
 def _file(folder: str | Path, process: int) -> Path:

@@ -14,10 +14,12 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, set_seed
 
+from specheads import terminal
 from specheads.files import replacing
 from specheads.models.card import TrainingRecord
 from specheads.models.files import CONFIG
 from specheads.models.run_files import RECIPE, RESULTS
+from specheads.training.budget import Budget, gate_seconds
 from specheads.training.build import (
     live_parts,
     refuse_without_targets,
@@ -40,7 +42,7 @@ from specheads.training.errors import (
     stop_signals,
     writing,
 )
-from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
+from specheads.training.parity import Parity, compare, prompts_of
 from specheads.training.recipe.recipe import Recipe
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
@@ -56,7 +58,6 @@ class Run:
 
     trainer: SpecTrainer
     checkpoint: str | None
-    parity: ParityConfig
     recipe: Recipe
     head_saved: bool = False
 
@@ -122,7 +123,7 @@ class Run:
                 metrics |= self._evaluated(begun)
             self._record(output, metrics)
         self._report(output)
-        parity = self._parity()
+        parity = self._parity(metrics.get("train_runtime", 0.0))
         if parity is not None:
             metrics |= parity.metrics
             self._record(output, metrics)
@@ -197,11 +198,11 @@ class Run:
         trainer.state = state
         return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
 
-    def _parity(self) -> Parity | None:
-        """Parity, measured on the first process and sent to all; None if nothing can be decoded."""
+    def _parity(self, trained: float) -> Parity | None:
+        """Parity, measured on the first process and sent to all; None if nothing can be decoded. trained: seconds."""
         trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
         parity = None
-        if trainer.is_world_process_zero() and self.parity.prompts:
+        if trainer.is_world_process_zero() and self.recipe.parity.prompts:
             if self.recipe.features:
                 _log.warning(
                     "parity: not compared, because the base is not in memory; run `specheads parity %s --data ROWS`",
@@ -214,15 +215,20 @@ class Run:
                 )  # fmt: skip
             else:
                 with self._part("the parity gate"):
-                    parity = self._compare()
+                    parity = self._compare(gate_seconds(self.recipe.evaluation_share, trained))
         (parity,) = broadcast_object_list([parity])
         return parity
 
-    def _compare(self) -> Parity | None:
-        trainer = self.trainer
+    def _compare(self, seconds: float) -> Parity | None:
+        trainer, config = self.trainer, self.recipe.parity
         model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         rows: Any = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
-        parity = compare(model, prompts_of(rows, self.parity), self.parity)
+        with contextlib.ExitStack() as stack:
+            report = None
+            if not trainer.args.disable_tqdm:
+                bar = terminal.progress(terminal.make_console(stderr=True), "parity gate")
+                report = stack.enter_context(bar)
+            parity = compare(model, prompts_of(rows, config), config, report, seconds)
         if parity is None:
             _log.warning("parity: not compared, because the base answered every prompt with a single token")
         return parity
@@ -260,7 +266,16 @@ def prepare(recipe: Recipe) -> Run:
     with unsharded(arguments):
         model, train, held_out, collator = saved_parts(recipe) if recipe.features else live_parts(recipe, arguments)
     refuse_without_targets(train)
-    if recipe.features or recipe.feature_cache:
+    if held_out is not None:
+        share = recipe.evaluation_share
+        budget = Budget.of(recipe.training, len(train), len(held_out), share, arguments.world_size)
+        held_out = budget.select(held_out)
+        if len(held_out) < budget.held_out and arguments.process_index == 0:
+            _log.warning(
+                "evaluation: %d of %d held-out rows, %d times: at most evaluation_share=%g of the rows trained on "
+                "(null for no bound)", budget.evaluated, budget.held_out, budget.evaluations, share,
+            )  # fmt: skip
+    if recipe.features:
         arguments.remove_unused_columns = False  # they would be removed, as forward() does not name them
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
@@ -275,13 +290,8 @@ def prepare(recipe: Recipe) -> Run:
     trainer.recipe = recipe.to_yaml()
     kind = launch.kind_of(trainer.accelerator)
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
-    if kind in SHARDED and recipe.feature_cache:
-        raise LaunchError(
-            f"feature_cache skips the base where its rows are saved, and {kind} runs it in all processes at once: use "
-            "ddp, zero1 or zero2, or save the features first, with `specheads features`"
-        )
     if kind in SHARDED and getattr(model.base, "is_quantized", False):
         raise LaunchError(
             f"{kind} would shard a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
         )
-    return Run(trainer, checkpoint, recipe.parity, recipe)
+    return Run(trainer, checkpoint, recipe)

@@ -110,7 +110,7 @@ def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, mo
     assert len(said.splitlines()) == 1 and said.startswith(f"train/heads.py: {message}")
 
 
-@pytest.mark.parametrize("option", ["--processes=1", "--distributed=ddp", "--device=cpu"])
+@pytest.mark.parametrize("option", ["--processes=1", "--distributed=ddp"])
 def test_what_only_a_dry_run_reads_is_refused_by_a_run_that_trains(capsys, option):
     """Of the program and of the script that `accelerate launch` starts."""
     given = ["recipes/medusa.yaml", "training.output_dir=nowhere", "base=nobody/nothing", option]

@@ -86,7 +86,7 @@ def test_a_path_comes_before_a_name_and_a_folder_of_the_name_does_not_hide_it(el
         (["sweep", "sweep_rule"], "did you mean 'sweep_rules'?"),
         (["sweep", "eagle3"], "'eagle3' is for specheads train"),
         (["recipes", "medussa"], "did you mean 'medusa'?"),
-        (["train", "zzzz"], "shipped: eagle, eagle3, hydra"),
+        (["train", "zzzz"], "shipped: coder-0.5b, eagle, eagle3"),
     ],
 )
 def test_a_mistyped_name_is_refused_with_the_nearest(args, said, elsewhere, capsys):

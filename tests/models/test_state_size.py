@@ -10,12 +10,8 @@ from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.tree import DraftTree
 from specheads.models.base.state_size import state_size
 from specheads.models.convert import convert
-from specheads.training.estimate import estimate
-from specheads.training.recipe.recipe import read_recipe
 from tests.support.command_line import run
 from tests.support.families import FAMILIES, RECURRENT, build
-from tests.support.paths import ROOT
-from tests.support.training_runs import overrides
 
 
 def bytes_held(target):
@@ -72,16 +68,10 @@ def test_it_is_told_by_a_config_on_disk(tmp_path):
     assert state_size(config) == state_size(base.config, torch.float32)
 
 
-def test_info_and_a_dry_run_say_it_of_a_hybrid_base_alone(tmp_path, material, capsys):
+def test_info_says_it_of_a_hybrid_base(tmp_path, capsys):
     base = build(*RECURRENT["Qwen3.5"])
     base.save_pretrained(tmp_path / "base")
     base = type(base).from_pretrained(tmp_path / "base")
     convert(base, "medusa").save_pretrained(tmp_path / "head")
     wanted = state_size(base.config).line()
     assert wanted in run(capsys, "info", tmp_path / "head")[1]
-    options = overrides(material, tmp_path / "out", 2)
-    recipe = ROOT / "recipes" / "eagle3.yaml"
-    plain = estimate(read_recipe(recipe, options), device="H200")
-    assert plain.recurrent_states is None and not any("recurrent" in line for line in plain.lines())
-    found = estimate(read_recipe(recipe, [*options, f"base={tmp_path / 'base'}"]), device="H200")
-    assert found.recurrent_states == wanted and any(wanted in line for line in found.lines())

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads.training.self_distill import server
+from specheads.training.self_distill import served
 from tests.support.chat_base import save_base, write
 from tests.support.openai_server import chat
 from train import self_distill
@@ -26,7 +26,7 @@ THINKING = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, cache_in_tmp):
-    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(served, "FIRST_DELAY", 0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 

@@ -315,10 +315,6 @@ MUTATIONS = (
       "[row[-width:] for", "[row[-width:-1] for", UNREAD, "idle"),
     M("refilled row that keeps what the old text missed", "decoding.drafters.unread:UnreadPositions.refill",
       "0 if row in lengths else count", "count", UNREAD, "took_a_row"),
-    M("changed states taken for whole", "training.features.cache:FeatureCache._is_saved",
-      "mark ^ _SAVED != self._checksum(row)", "False", "training/test_feature_cache.py", "changed_on_disk"),
-    M("batch read with a row that is not saved", "training.features.cache:FeatureCache.holds",
-      "all(map", "any(map", "training/test_feature_cache.py", "once_it_is_whole"),
     # --- Random numbers ---
     M("numbers of one row for all", "decoding.probs.randomness:row_seeds",
       "row_seed(seed, row)", "row_seed(seed, 0)", "decoding/test_randomness.py"),

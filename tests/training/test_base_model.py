@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import os
 import shutil
-import signal
 import sys
 
 import pytest
@@ -17,7 +15,6 @@ from specheads.data import corpus
 from specheads.training.base_model import parts, run
 from specheads.training.base_model.options import Options
 from tests.support.chat_tokenizer import build_tokenizer
-from tests.support.killable_fork import fork
 from tests.support.tiny_models import tiny_llama
 from train import base_model
 
@@ -206,13 +203,13 @@ def test_a_new_model_has_the_vocabulary_and_the_special_tokens_of_its_tokenizer(
 )
 def test_sizes_that_a_saved_model_has_already_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        run.refuse_wrong_start(Options(str(tmp_path), **options), tmp_path)
+        run.refuse_wrong_start(Options(str(tmp_path), **options))
 
 
 @pytest.mark.parametrize("option", ["init", "teacher"])
 def test_a_draft_head_is_no_model_to_start_or_learn_from(option, tmp_path):
     with pytest.raises(ValueError, match="eagle3 is a draft head, not a language model"):
-        run.refuse_wrong_start(Options(str(tmp_path), **{option: str(corpus.checkpoints_dir() / "eagle3")}), tmp_path)
+        run.refuse_wrong_start(Options(str(tmp_path), **{option: str(corpus.checkpoints_dir() / "eagle3")}))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +258,6 @@ def test_a_budget_of_tokens_ends_the_run_at_the_first_step_that_reaches_it(libra
         seen = train(library, tmp_path / str(tokens), init=made[0], layers=2, tokens=tokens)
         record = json.loads((tmp_path / str(tokens) / "training.json").read_text("utf8"))
         assert record["steps"] == steps and record["tokens"] == steps * STEP and len(seen["batches"]) == steps + 32
-        assert not (tmp_path / str(tokens) / run.RESUME).exists()
 
 
 def test_the_learning_rate_follows_the_budget_of_tokens():
@@ -332,54 +328,3 @@ def test_so_many_files_of_the_library_are_drawn_by_the_seed(library):
 
     assert len(drawn(files=7)) == 7 and drawn(files=7) == drawn(files=7) != drawn(files=7, seed=1)
     assert drawn(files=99) == drawn() == set(range(41)) - HELD_OUT
-
-
-def killed(library, output, at, **options):
-    """The run in a process of its own, which is killed as it draws batch number `at` of training."""
-    if (child := fork()) == 0:
-        draw, count = run.batch, iter(range(10**6))
-
-        def drawing(*args):
-            if next(count) == 16 + at:  # after those of the held-out loss
-                os.kill(os.getpid(), signal.SIGKILL)
-            return draw(*args)
-
-        run.batch = drawing
-        train(library, output, **options)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-def test_a_run_that_is_killed_and_resumed_ends_as_an_undisturbed_one(library, tmp_path, capfd):
-    options = {"tokens": 12 * STEP, "save_steps": 3, "vocab_size": 300, "flat_fraction": 0.3}
-    train(library, tmp_path / "whole", **options)
-    killed(library, tmp_path / "cut", 5, **options)
-    killed(library, tmp_path / "cut", 5, resume="true", **options)  # 3 steps from the last save
-    train(library, tmp_path / "cut", resume="true", **options)
-    output = capfd.readouterr().out
-    assert "resumed after step 3" in output and "resumed after step 6" in output
-    for name in ("model.safetensors", "tokenizer.json", "held_out.txt"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    records = [json.loads((tmp_path / name / "training.json").read_text("utf8")) for name in ("whole", "cut")]
-    assert records[0]["held_out_loss"] == records[1]["held_out_loss"] and records[1]["steps"] == 12
-
-
-def test_an_interrupted_run_is_neither_overwritten_nor_resumed_with_other_options_or_text(library, tmp_path):
-    options = {"tokens": 9 * STEP, "save_steps": 3, "vocab_size": 300}
-    killed(library, tmp_path, 5, **options)
-    with pytest.raises(Refused, match="--resume"):
-        train(library, tmp_path, **options)
-    with pytest.raises(Refused, match=r"has --seed 0, not 7"):
-        train(library, tmp_path, resume="true", seed=7, **options)
-    extra = tmp_path / "extra.py"
-    extra.write_text("def other():\n    pass\n\n\n" * 20, "utf8")
-    with pytest.raises(Refused, match=r"has --data \[\], not"):
-        train(library, tmp_path, resume="true", data=[str(extra)], **options)
-    elsewhere = tmp_path / "library"
-    elsewhere.mkdir()
-    for path in library.glob("*.py"):
-        (elsewhere / path.name).write_text(path.read_text("utf8").replace("+ 1", "+ 2"), "utf8")
-    with pytest.raises(Refused, match=r"is not what .* was trained on"):
-        train(elsewhere, tmp_path, resume="true", **options)
-    train(library, tmp_path, resume="true", **{**options, "tokens": 12 * STEP})  # a longer budget is welcome
-    assert json.loads((tmp_path / "training.json").read_text("utf8"))["steps"] == 12

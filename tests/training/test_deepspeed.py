@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specheads.training.distributed import deepspeed as zero
+from specheads.training.distributed import checkpoints as zero
 from specheads.training.resume import ResumeError, Unlogged, Writers
 from tests.support.training_runs import assert_same_run, launched
 from tests.workers.heads_by_two import HEADS, trained

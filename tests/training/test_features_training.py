@@ -6,14 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specheads.decoding.verify.hf_base import decoder_of, logits_of, text_config
+from specheads.decoding.verify.hf_base import logits_of, text_config
 from specheads.heads import head_config
 from specheads.losses.teacher import tap_base
 from specheads.models.checkpoint import build_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.features import frozen_weights
 from specheads.training.features.dataset import FeatureDataset
-from specheads.training.features.forward import Forward
 from specheads.training.features.shards import FeatureError
 from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
@@ -208,25 +207,6 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
             made.append(head.state_dict())
         for name, tensor in made[0].items():
             assert torch.equal(tensor, made[1][name]), (kind, name)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma-3", "GPT-2", "Qwen3-MoE", "OPT", "Falcon"])
-def test_a_base_that_only_gives_features_stops_after_the_last_of_them(family):
-    base = build(*FAMILIES[family])
-    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask, positions = torch.ones_like(ids), torch.arange(9).expand(2, 9)
-    calls = []
-    last = next(m for m in decoder_of(base).modules() if isinstance(m, torch.nn.ModuleList))[-1]
-    last.register_forward_hook(lambda *args: calls.append(1))
-    for layers in ((0, 2), (1, 2, 1)):
-        whole = tap_base(base, ids, mask, positions, layers)[0]
-        forward = Forward(base, layers, needs_teacher=False)
-        calls.clear()
-        features, teacher = forward(ids, mask, positions)
-        assert teacher is None and torch.equal(features, whole)
-        assert forward.early and not calls, family
-    assert not Forward(base, (1,), needs_teacher=True).early
-    assert not Forward(base, (1, text_config(base).num_hidden_layers), needs_teacher=False).early
 
 
 @pytest.mark.parametrize("taps", [TAPS, (1, 4, 5)], ids=["hidden states", "the last layer's output too"])

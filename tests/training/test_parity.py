@@ -63,6 +63,16 @@ def test_what_the_tree_to_be_served_accepts_is_told_too():
     assert short.metrics["parity_served"] == short.served and f"; {short.served:.3f} with the tree" in str(short)
 
 
+def test_no_prompt_is_begun_after_the_time_it_may_take_and_progress_has_the_time_left():
+    model, config, shown = learnt("medusa"), ParityConfig(max_new_tokens=12), []
+    assert len(PROMPTS) > 1
+    bounded = compare(model, PROMPTS, config, lambda share, note: shown.append((share, note)), 0.0)
+    assert bounded.steps == compare(model, PROMPTS[:1], config).steps and shown == [(1.0, "1 prompts, 0:00 left")]
+    shown.clear()
+    compare(model, PROMPTS, config, lambda share, note: shown.append((share, note)))
+    assert [share for share, _ in shown] == [(i + 1) / len(PROMPTS) for i in range(len(PROMPTS))]
+
+
 def test_prompts_are_what_comes_before_the_first_supervised_token():
     chat = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, 5]}
     text = {"input_ids": list(range(50)), "labels": [-100, *range(1, 50)]}

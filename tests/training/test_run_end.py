@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from specheads.training import budget
 from specheads.training import run as training
 from specheads.training.errors import TrainingStopped
+from specheads.training.parity import ParityConfig
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
 from specheads.training.run import prepare
@@ -48,6 +51,18 @@ def test_a_run_whose_best_checkpoint_is_gone_saves_the_last_head(folder, tmp_pat
     assert (tmp_path / "model.safetensors").is_file() and results(tmp_path) == metrics
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_evaluations_have_at_most_a_share_of_the_rows_trained_on(saved, folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(budget, "MIN_ROWS", 2)
+    wanted = recipe(folder, tmp_path, features=folder / "saved" if saved else None, eval_strategy="no")
+    whole = prepare(replace(wanted, evaluation_share=None)).trainer.eval_dataset
+    assert len(whole) == 5 and "held-out rows" not in caplog.text
+    trainer = prepare(wanted).trainer  # four steps of two rows
+    assert trainer.evaluate()["eval_rows"] == len(trainer.eval_dataset) == 2
+    assert [list(row["input_ids"]) for row in trainer.eval_dataset] == [list(whole[i]["input_ids"]) for i in (0, 2)]
+    assert "evaluation: 2 of 5 held-out rows, 1 times: at most evaluation_share=0.1" in caplog.text
+
+
 def broken(*args, **kwargs):
     raise ValueError("this part\nis broken")
 
@@ -67,7 +82,7 @@ def test_a_fault_after_training_costs_neither_the_head_nor_the_other_parts(part,
     monkeypatch.setattr(training, "compare", lambda *_: training.Parity(1.5, 1.5, 1.4, 30, 0.02))
     when = "no" if part == "the evaluation" else "steps"
     wanted = recipe(folder, tmp_path, push_to_hub=True, hub_strategy="end", eval_strategy=when, eval_steps=3)
-    object.__setattr__(wanted, "parity", training.ParityConfig(prompts=1))
+    object.__setattr__(wanted, "parity", ParityConfig(prompts=1))
     (tmp_path / "results.json").write_text('{"eval_accepted_length": 9.0}')  # an earlier run's
     run = prepare(wanted)
     owner, name = PARTS[part]

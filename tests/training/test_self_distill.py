@@ -167,13 +167,9 @@ def test_a_file_is_not_resumed_with_options_that_give_other_rows(option, value, 
 def test_a_file_is_not_resumed_with_other_questions_whose_order_is_another(make, tmp_path, capsys):
     rows = [{"prompt": f"{i}"} for i in range(6)]
     make(rows[:4], "--num_rows", 3)
-    options = tmp_path / "own.jsonl.options"
-    kept = json.loads(options.read_text("utf8"))
     with pytest.raises((AssertionError, SystemExit)):
         make(rows)
     assert re.search(r"other options \(questions: '4, .*, not '6, .*give another --output", capsys.readouterr().err)
-    options.write_text(json.dumps({name: value for name, value in kept.items() if name != "questions"}))
-    assert len(make(rows[:4])) == 4, "an older version kept no mark"
 
 
 def test_sampled_answers_are_those_of_their_numbers_whatever_the_batches(make, tmp_path):

@@ -192,8 +192,7 @@ def test_a_chat_ends_after_a_call_that_the_data_has_no_result_of(ask, thinking, 
 
 def test_a_missing_client_is_named_in_one_line(ask, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    for name in ("server", "served", "reply"):
-        monkeypatch.delitem(sys.modules, f"specheads.training.self_distill.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "specheads.training.self_distill.served", raising=False)
     monkeypatch.delattr(self_distill_package, "served", raising=False)
     code, rows, err = ask(prompts("a"), "--server", "http://localhost:1/v1")
     assert code == 2 and not rows and "Traceback" not in err

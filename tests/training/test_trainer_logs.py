@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specheads.losses.metrics import accepted_length
-from specheads.training.report.log import Pace, evaluation_table
+from specheads.training.report.log import AcceptanceLog, Pace, evaluation_table
 from specheads.training.trainer.trainer import AcceptanceProgress
 from tests.support.trainers import OPTIONS, logged, model_of, rows, trainer_of
 
@@ -133,6 +134,15 @@ def test_the_rows_of_a_long_evaluation_are_counted_and_not_figured_out_from_a_ro
     # What transformers would say of 5 rows in an hour.
     table = evaluation_table({**logs, "eval_runtime": 3600.0, "eval_samples_per_second": 0.001}, [], 0)
     assert "evaluation at step 0: 5 held-out rows, 3600.0 s" in table
+
+
+def test_a_long_evaluation_in_a_log_says_every_few_seconds_how_long_it_takes(capsys):
+    times = iter([0.0, 0.0, 0.0, 10.0, 20.0])
+    printer = AcceptanceLog(Pace(lambda: next(times)))
+    state = SimpleNamespace(is_world_process_zero=True)
+    for _ in range(4):
+        printer.on_prediction_step(None, state, None, eval_dataloader=range(8))
+    assert capsys.readouterr().out == "evaluation 50%  0:20 left\n"
 
 
 def test_several_held_out_sets_are_compared_each_with_itself():

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from specheads.training.trainer import muon
-from specheads.training.trainer.muon import Muon, orthogonalize
-from specheads.training.trainer.optim import MuonAdamW, parameter_groups
+from specheads.training.trainer import optim
+from specheads.training.trainer.optim import Muon, MuonAdamW, orthogonalize, parameter_groups
 from tests.support.trainers import model_of, trainer_of, weights
 
 
@@ -61,7 +60,7 @@ def grouped(module):
 
 
 def test_muon_and_adamw_step_as_torchs_do_apart(monkeypatch):
-    monkeypatch.setattr(muon, "bfloat16_is_fast", lambda device: True)  # torch's has no other precision
+    monkeypatch.setattr(optim, "bfloat16_is_fast", lambda device: True)  # torch's has no other precision
     ours, apart = two_layers(), two_layers()
     optimizer = MuonAdamW(grouped(ours))
     theirs = torch.optim.Muon([apart["hidden"].weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
@@ -90,7 +89,7 @@ def test_muon_and_adamw_step_as_torchs_do_apart(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)])
 def test_muon_scales_its_steps_as_torchs_does(shape, monkeypatch):
-    monkeypatch.setattr(muon, "bfloat16_is_fast", lambda device: True)
+    monkeypatch.setattr(optim, "bfloat16_is_fast", lambda device: True)
     for like_adamw, name in ((True, "match_rms_adamw"), (False, "original")):
         start, gradient = torch.randn(shape), torch.randn(shape)
         ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -106,7 +105,7 @@ def test_muon_scales_its_steps_as_torchs_does(shape, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(6, 11), (11, 6)])
 def test_muons_update_has_the_singular_vectors_of_the_gradient_and_is_float32_without_fast_bfloat16(shape, monkeypatch):
-    monkeypatch.setattr(muon, "bfloat16_is_fast", lambda device: False)
+    monkeypatch.setattr(optim, "bfloat16_is_fast", lambda device: False)
     matrix = torch.randn(shape)
     u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.norm()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads import terminal
+from specheads.terminal import clock_time
 from specheads.training.report import compare
-from specheads.training.report.log import clock_time
 
 
 def compare_runs(folders: Sequence[Path], output: Path) -> list[dict[str, Any]]:

@@ -42,8 +42,7 @@ def confirm(plan: str) -> bool:
 
 
 def summary(saved: Saved) -> str:
-    early = "; the base ran only up to the last tap" if saved.early else ""
     return (
         f"saved {saved.folder}: {saved.tokens:,} tokens of {saved.rows:,} rows, {size_text(saved.bytes)} in "
-        f"{saved.files} files, {saved.made} of them written by this process{early}"
+        f"{saved.files} files, {saved.made} of them written by this process"
     )

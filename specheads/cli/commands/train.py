@@ -20,19 +20,18 @@ from specheads_cli.app import refuse_file
 
 
 def show_estimate(
-    recipe: Path, overrides: Sequence[str], processes: int | None, distributed: str | None, device: str | None,
-    as_json: bool = False,
-) -> None:  # fmt: skip
-    """Print an estimate of what the run will take; nothing is loaded. None for processes and distributed: as in the
-    recipe's launch section; for device: this machine's."""
+    recipe: Path, overrides: Sequence[str], processes: int | None, distributed: str | None, as_json: bool = False
+) -> None:
+    """Print an estimate of what the run will take; no weights are loaded. None for processes and distributed: as in the
+    recipe."""
     wanted = read_recipe(recipe, overrides)
     launch = LaunchConfig(processes, distributed)
-    found = estimate(wanted, launch.processes, launch.distributed, device)
+    found = estimate(wanted, launch.processes, launch.distributed)
     print(_json(found.to_dict()) if as_json else "\n".join(found.lines()))
 
 
 def refuse_without_dry_run(**given: Any) -> None:
-    """ValueError if --processes, --distributed or --device is given without --dry-run. given: by option name."""
+    """ValueError if --processes or --distributed is given without --dry-run. given: by option name."""
     if named := [f"--{name} {value}" for name, value in given.items() if value is not None]:
         raise ValueError(
             f"{', '.join(named)} would have no effect without --dry-run; to train in several processes, start "

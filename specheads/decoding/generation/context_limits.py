@@ -1,38 +1,15 @@
-"""How long a text may be: the lengths the base was made for and the head was trained on, and warnings past them.
-
-Shapes: B batch rows, T positions.
-"""
+"""How long a text may be: the lengths the base was made for and the head was trained on, and warnings past them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.data.batches import documents_of
 from specheads.decoding.verify.hf_base import text_config
 
 logger = hf_logging.get_logger(__name__)
-
-
-def longest_text(inputs: Mapping[str, Any]) -> Tensor:
-    """() int64, the tokens of the longest document of a training batch: a row, or a packed part of one."""
-    ids, documents, mask = inputs["input_ids"], inputs.get("document_ids"), inputs.get("attention_mask")
-    if documents is None and (positions := inputs.get("position_ids")) is not None:
-        documents = documents_of(positions, torch.ones_like(ids) if mask is None else mask)
-    if documents is not None:
-        index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        starts = torch.ones_like(documents, dtype=torch.bool)
-        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        lengths = index - torch.where(starts, index, 0).cummax(1).values + 1
-        return torch.where(documents > 0, lengths, 0).max()
-    if mask is not None:
-        return mask.long().sum(1).max()
-    return torch.tensor(ids.shape[1], device=ids.device)
 
 
 def warn_past_limits(base: PreTrainedModel, trained_length: int | None, length: int) -> None:

@@ -244,7 +244,7 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
         return _takes_dict[base]
 
 
-def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
+def hidden_state_indices(layers: tuple[int, ...]) -> list[int] | bool:
     """The output_hidden_states argument with which a base returns hidden_states[k] for every tapped layer k."""
     if not layers:
         return False  # with an empty list transformers would install its hooks

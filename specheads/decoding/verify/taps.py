@@ -21,7 +21,7 @@ from specheads.decoding.verify.hf_base import (
     UnsupportedModel,
     concat_taps,
     decoder_of,
-    kept_states,
+    hidden_state_indices,
     layer_count,
     text_config,
 )
@@ -98,7 +98,7 @@ def run_tapped(
     if waits:
         outputs.append(None)
     try:
-        out = part(output_hidden_states=kept_states(states), **arguments)
+        out = part(output_hidden_states=hidden_state_indices(states), **arguments)
     finally:
         kept = outputs.pop() if waits else None
     features = concat_taps(out.hidden_states, states, ids)

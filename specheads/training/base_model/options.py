@@ -40,10 +40,7 @@ class Options:
     )
     minutes: float = field(default=90.0, metadata={"help": "wall-clock budget of the training loop"})
     tokens: float | None = field(default=None, metadata={"help": "budget in tokens, such as 40e6, instead of minutes"})
-    resume: bool = field(
-        default=False, metadata={"help": "continue the run that was interrupted in output_dir, if any"}
-    )
-    save_steps: int = field(default=200, metadata={"help": "steps between saves of the model and of resume.pt"})
+    save_steps: int = field(default=200, metadata={"help": "steps between saves of the model"})
     batch_size: int = 4
     sequence_length: int = 512
     muon_lr: float = field(default=0.02, metadata={"help": "peak learning rate of the matrices (Muon)"})

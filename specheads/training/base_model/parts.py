@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from specheads.training.base_model.options import Options
-from specheads.training.trainer.muon import Muon
+from specheads.training.trainer.optim import Muon
 
 LAYERS, POSITIONS = 8, 1024  # of a new Llama; more positions if it is trained on longer texts
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
@@ -114,9 +114,9 @@ def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> PreTrai
             )
         return with_layers(model, options.layers)
     if options.config:
-        own = AutoConfig.from_pretrained(options.config, vocab_size=len(tokenizer))
-        _refuse_longer_texts(options, options.config, own)
-        return AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(options.config, vocab_size=len(tokenizer))
+        _refuse_longer_texts(options, options.config, config)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config = LlamaConfig(
         hidden_size=options.hidden_size, num_hidden_layers=options.layers or LAYERS, head_dim=options.head_dim,
         intermediate_size=options.intermediate_size, num_attention_heads=options.heads,

@@ -1,16 +1,15 @@
-"""One training run of a base model: texts → tokenizer, model → the loop, which can be resumed → the saved model."""
+"""One training run of a base model: texts → tokenizer, model → the loop → the saved model."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib.metadata
 import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specheads.data import corpus
-from specheads.files import replacing
 from specheads.models.base.loading import load_config
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.parts import build_model, build_optimizers, encode, load_teacher, train_tokenizer
 from specheads.training.distributed.launch import refuse_several
 
-RESUME, HELD_OUT = "resume.pt", "held_out.txt"
+HELD_OUT = "held_out.txt"
 RECORD = "training.json"  # written after the model
-# Options that may differ between a run and its resumption: its folder and its length.
-_FREE = ("output_dir", "resume", "minutes", "tokens", "save_steps")
 
 
 def batch(data: np.ndarray, rng: np.random.Generator, options: Options) -> torch.Tensor:
@@ -51,7 +47,7 @@ def held_out_loss(model: PreTrainedModel, data: np.ndarray, options: Options, nu
 
 @dataclass
 class Run:
-    """The state of a training run between two steps: all that the next step depends on, and what the log counts."""
+    """A training run between two steps."""
 
     options: Options
     model: PreTrainedModel
@@ -59,7 +55,7 @@ class Run:
     data: np.ndarray
     rng: np.random.Generator
     step: int = 0
-    seconds: float = 0.0  # of the training loop, before and after interruptions
+    seconds: float = 0.0  # of the training loop
     recent: list[float] = field(default_factory=list)  # the losses of the last 50 steps
 
     @property
@@ -101,42 +97,6 @@ class Run:
         self.recent = [*self.recent[-49:], loss.item()]
         self.step += 1
 
-    def save(self, path: Path) -> None:
-        state = {
-            "options": fixed_options(self.options), "data": digest(self.data), "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
-            "rng": json.dumps(self.rng.bit_generator.state),
-            "step": self.step, "seconds": self.seconds, "recent": self.recent,
-        }  # fmt: skip
-        with replacing(path) as temporary:
-            torch.save(state, temporary)
-
-    def load(self, path: Path) -> None:
-        """ValueError if the saved run had different options or data."""
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        options = fixed_options(self.options)
-        for name, value in state["options"].items():
-            if options.get(name) != value:
-                raise ValueError(f"--resume: the run in {path.parent} has --{name} {value}, not {options.get(name)}")
-        if state["data"] != digest(self.data):
-            raise ValueError(
-                f"--resume: the text to train on is not what {path.parent} was trained on (another Python, or files "
-                "changed under --data); continue from the model with --init in another folder"
-            )
-        self.model.load_state_dict(state["model"])
-        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.rng.bit_generator.state = json.loads(state["rng"])
-        self.step, self.seconds, self.recent = state["step"], state["seconds"], state["recent"]
-
-
-def fixed_options(options: Options) -> dict[str, Any]:
-    return {name: value for name, value in asdict(options).items() if name not in _FREE}
-
-
-def digest(data: np.ndarray) -> str:
-    return hashlib.sha256(data.tobytes()).hexdigest()
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -165,12 +125,12 @@ def load_texts(options: Options, held_out: list[str]) -> tuple[list[str], list[s
     return train_texts, eval_texts
 
 
-def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
-    """The texts as token ids, with the tokenizer of --init or of the unfinished run, or a new one."""
+def load_corpus(options: Options, out: Path) -> Corpus:
+    """The texts as token ids, with the tokenizer of --init or --tokenizer, or a new one."""
     recorded = Path(options.init) / HELD_OUT if options.init else out / HELD_OUT
     held_out = recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
     train_texts, eval_texts = load_texts(options, held_out)
-    if saved := options.init or (str(out) if unfinished else options.tokenizer):
+    if saved := options.init or options.tokenizer:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
     else:
         tokenizer = train_tokenizer(train_texts, options.vocab_size)
@@ -179,8 +139,8 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
     return Corpus(tokenizer, train_ids, eval_ids, bytes_per_token, len(train_texts), len(eval_texts), held_out)
 
 
-def refuse_wrong_start(options: Options, out: Path) -> None:
-    """ValueError for an interrupted run without --resume, contradictory options, or a head given as a model."""
+def refuse_wrong_start(options: Options) -> None:
+    """ValueError for contradictory options, or a head given as a model."""
     sizes = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
     for origin, names in (("init", ("config", "tokenizer", *sizes)), ("config", ("layers", *sizes[:3]))):
         for name in names if getattr(options, origin) else ():
@@ -188,16 +148,13 @@ def refuse_wrong_start(options: Options, out: Path) -> None:
                 raise ValueError(f"--{name} {value}: --{origin} {getattr(options, origin)} has its own; leave one out")
     for name in filter(None, (options.init, options.teacher)):
         load_config(name)  # refuses a draft head
-    if (out / RESUME).is_file() and not options.resume:
-        raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
 
 
 def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:
-    """Save the model in bfloat16, its record and, the first time, its tokenizer and the held-out names. Until then what
-    an earlier run left in the folder stays intact. loss: the held-out one; None before the end."""
-    if not (out / RESUME).is_file():  # only once, so that an interruption cannot leave them half written
-        texts.tokenizer.save_pretrained(out)
-        (out / HELD_OUT).write_text("\n".join(texts.held_out) + "\n", "utf8")
+    """Save the model in bfloat16, its tokenizer, the held-out names and its record. loss: the held-out one; None before
+    the end."""
+    texts.tokenizer.save_pretrained(out)
+    (out / HELD_OUT).write_text("\n".join(texts.held_out) + "\n", "utf8")
     run.model.generation_config.pad_token_id = texts.tokenizer.pad_token_id
     half: PreTrainedModel = copy.deepcopy(run.model).bfloat16()
     half.save_pretrained(out)
@@ -225,31 +182,24 @@ def train(
     torch.manual_seed(options.seed)
     out = Path(options.output_dir)
     out.mkdir(parents=True, exist_ok=True)
-    refuse_wrong_start(options, out)
-    unfinished = (out / RESUME).is_file()
-    texts = load_corpus(options, out, unfinished)
+    refuse_wrong_start(options)
+    texts = load_corpus(options, out)
     model = build_model(options, texts.tokenizer)
     say(
         f"{model.num_parameters() / 1e6:.2f}M parameters, {texts.num_files} files, {len(texts.train_ids) / 1e6:.2f}M "
         f"tokens to train on, {texts.num_held_out} files held out"
     )
     run = Run(options, model, build_optimizers(model, options), texts.train_ids, np.random.default_rng(options.seed))
-    if unfinished:
-        run.load(out / RESUME)
-        say(f"resumed after step {run.step}, {run.tokens / 1e6:.2f}M tokens")
-    elif options.resume:
-        say(f"nothing to resume in {out}: starting from the beginning")
     say(f"held-out loss at the start {held_out_loss(model, texts.eval_ids, options):.3f}")
     run_to_the_end(run, texts, out, tell or (lambda done, line: say(f"{done:5.1%} {line}")))
     loss = held_out_loss(model, texts.eval_ids, options)
     save_model(run, texts, out, loss)
-    (out / RESUME).unlink(missing_ok=True)
     bits = loss / np.log(2) / texts.bytes_per_token
     say(f"held-out loss {loss:.3f} nats a token, {bits:.3f} bits a byte; saved in {out}")
 
 
 def run_to_the_end(run: Run, texts: Corpus, out: Path, tell: Callable[[float, str], None]) -> None:
-    """Train until the budget is used up, saving the model and a resumable state every --save_steps steps."""
+    """Train until the budget is used up, saving the model every --save_steps steps."""
     options = run.options
     run.model.train()
     step_model = torch.compile(run.model) if options.compile else run.model
@@ -264,4 +214,3 @@ def run_to_the_end(run: Run, texts: Corpus, out: Path, tell: Callable[[float, st
             tell(run.progress, f"step {run.step} {run.tokens / 1e3:.0f}k tokens {speed:.0f} tok/s loss {loss:.3f}")
         if run.step % options.save_steps == 0 and run.progress < 1:
             save_model(run, texts, out, None)
-            run.save(out / RESUME)

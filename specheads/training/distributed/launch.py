@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.options import OptionError, refuse_unknown
+from specheads.options import OptionError
 
 # Kind → what is sharded over the processes; each holds the rest whole.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -47,11 +47,6 @@ class LaunchConfig:
                 f"{{launch.distributed}}: expected one of {', '.join(KINDS)}",
                 **{"launch.distributed": self.distributed},
             )
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> LaunchConfig:
-        refuse_unknown(options, [f.name for f in fields(cls)], section="launch.")
-        return cls(**options)
 
 
 def check(asked: LaunchConfig, processes: int, distributed: str | None = None) -> None:

@@ -5,6 +5,7 @@ Shapes: T tokens of a row, B batch rows, F tapped features, H hidden, K likelies
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from bisect import bisect_right
@@ -54,35 +55,43 @@ class FeatureDataset(Dataset):
             self.teacher = ("last_hidden",) if self.index.last_tap is None else (f"tap_{self.index.last_tap}",)
         elif self.index.teacher_probs != "none":
             self.teacher = ("topk_ids", "topk_log_p", "topk_tail")
+        self.chosen: Sequence[int] = range(self.index.rows[split])
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._checked: set[int] = set()
 
+    def select(self, indices: Sequence[int]) -> FeatureDataset:
+        """Only these rows."""
+        selected = copy.copy(self)
+        selected.chosen = [self.chosen[i] for i in indices]
+        return selected
+
     def __len__(self) -> int:
-        return self.index.rows[self.split]
+        return len(self.chosen)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
+        i = self.chosen[i]
         number = bisect_right(self.firsts, i) - 1
         names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.teacher])
         shard = self._shard(number)
         if number not in self._checked:
             shard.check()
             self._checked.add(number)
-        found = shard.row(i - self.firsts[number], tuple(names))
-        row = {name: found[name].long() for name in _TOKENS}
+        saved = shard.row(i - self.firsts[number], tuple(names))
+        row = {name: saved[name].long() for name in _TOKENS}
         row["labels"] = _labels(row["input_ids"], row.pop("supervised").bool())
-        row["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)
+        row["features"] = torch.cat([saved[self.taps[layer]] for layer in self.layers], -1)
         if self.index.teacher_probs == "hidden":
-            return {**row, "last_hidden": found[self.teacher[0]]}
-        return {**row, **{name: found[name] for name in self.teacher}}
+            return {**row, "last_hidden": saved[self.teacher[0]]}
+        return {**row, **{name: saved[name] for name in self.teacher}}
 
     def checksum(self) -> str:
         """A checksum of everything saved for this split, from the index alone."""
         return f"{zlib.crc32(json.dumps(self.index.files[self.split], sort_keys=True).encode()):08x}"
 
     def labels(self) -> Iterator[dict[str, list[int]]]:
-        """Rows with labels only, without reading the features."""
+        """Rows with labels only, without reading the features; of the whole split."""
         for number in range(len(self.shards)):
             shard = self._shard(number)
             labels = _labels(shard.whole("input_ids").long(), shard.whole("supervised")).tolist()

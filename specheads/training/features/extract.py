@@ -51,7 +51,7 @@ from specheads.training.recipe.recipe import Recipe
 @dataclass(frozen=True)
 class Saved:
     """What a run did. tokens, bytes, files: in the folder, with the parts of the base; made: files written by this
-    process; early: did passes end after the last tapped layer?"""
+    process."""
 
     folder: Path
     rows: int
@@ -59,7 +59,6 @@ class Saved:
     bytes: int
     files: int
     made: int
-    early: bool
 
 
 def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = None) -> Saved:
@@ -107,7 +106,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
         _finish(folder, index)
     state.wait_for_everyone()
     size, number = sum(path.stat().st_size for path in saved_files(folder)), len(list(folder.glob("*.safetensors")))
-    return Saved(folder, rows, tokens, size, number, made, passes.forward.early)
+    return Saved(folder, rows, tokens, size, number, made)
 
 
 def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses, state: PartialState) -> int:
@@ -197,9 +196,9 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
 
 def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:
     batches = [Collator(0)([row]) for row in rows]
-    given = {name: torch.cat([b[name][0] for b in batches]) for name in ("input_ids", "document_ids", "position_ids")}
-    given["supervised"] = torch.cat([b["labels"][0] != IGNORED for b in batches])
-    differing = [name for name, column in given.items() if not torch.equal(shard.whole(name).long(), column.long())]
+    columns = {name: torch.cat([b[name][0] for b in batches]) for name in ("input_ids", "document_ids", "position_ids")}
+    columns["supervised"] = torch.cat([b["labels"][0] != IGNORED for b in batches])
+    differing = [name for name, column in columns.items() if not torch.equal(shard.whole(name).long(), column.long())]
     if len(shard) != len(rows) or differing:
         raise FeatureError(
             f"{shard.path} holds other rows than the data gives now (in {', '.join(differing) or 'number'}): give "

@@ -72,11 +72,11 @@ class Index:
 
     def differences(self, other: Index) -> list[str]:
         """How the options of another run differ, as 'name: this, not that'; files do not count."""
-        mine, theirs = asdict(self), asdict(other)
+        here, there = asdict(self), asdict(other)
         return [
-            f"{name}: {mine[name]!r}, not {theirs[name]!r}"
-            for name in mine
-            if name not in ("files", "kept") and mine[name] != theirs[name]
+            f"{name}: {here[name]!r}, not {there[name]!r}"
+            for name in here
+            if name not in ("files", "kept") and here[name] != there[name]
         ]
 
     def write(self, folder: Path) -> None:

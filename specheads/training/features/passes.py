@@ -13,8 +13,7 @@ from specheads.data.rows import IGNORED
 from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import text_config
 from specheads.losses.chunked import rows_of_chunk
-from specheads.losses.teacher import LiveTeacher, TopKTail, gives_logits, packed_mask
-from specheads.training.features.forward import Forward
+from specheads.losses.teacher import LiveTeacher, TopKTail, gives_logits, packed_mask, tap_base
 from specheads.training.features.index import Index
 from specheads.training.features.shards import FeatureError, encode_states
 
@@ -29,7 +28,6 @@ class FeaturePasses:
                 f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
                 "so that state does not give its probabilities; save those themselves, with --teacher-probs 64"
             )
-        self.forward = Forward(base, index.taps, needs_teacher=index.teacher_probs != "none")
         self.collator = Collator(index.pad_token_id)
         self.dtype = getattr(torch, index.dtype)
 
@@ -49,7 +47,7 @@ class FeaturePasses:
         documents, positions = batch["document_ids"], batch["position_ids"]
         packed = bool((documents > 1).any())
         mask = packed_mask(self.base, documents, positions) if packed else batch["attention_mask"]
-        features, teacher = self.forward(batch["input_ids"], mask, positions)
+        features, teacher = tap_base(self.base, batch["input_ids"], mask, positions, self.index.taps)
         parts = features.chunk(len(self.index.taps), -1)
         states = {f"tap_{k}": part for k, part in zip(self.index.taps, parts, strict=True)}
         topk: dict[str, Tensor] = {}
@@ -66,10 +64,10 @@ class FeaturePasses:
         }  # fmt: skip
         for b, row in enumerate(rows):
             here = slice(0, len(row["input_ids"]))
-            one = {name: t[b, here].cpu() for name, t in plain.items()}
+            saved_row = {name: t[b, here].cpu() for name, t in plain.items()}
             for name, t in states.items():
-                one |= encode_states(name, t[b, here], self.dtype)
-            saved.append(one)
+                saved_row |= encode_states(name, t[b, here], self.dtype)
+            saved.append(saved_row)
         return saved
 
     def _likeliest(self, teacher: LiveTeacher, labels: Tensor, count: int) -> dict[str, Tensor]:

@@ -1,23 +1,50 @@
-"""A training run from saved features: head, rows and collator, without the base."""
+"""A training run from saved features, without the base: the model, whose features come from the batch, and its rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from specheads.data.datasets import token_counts
-from specheads.decoding.verify.hf_base import UnsupportedModel, refuse_unsupported, text_config
+from specheads.decoding.verify.hf_base import UnsupportedModel, logits_of, refuse_unsupported, text_config
 from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
 from specheads.losses.functions import HARD, parse_loss
+from specheads.losses.teacher import LiveTeacher, Teacher, TopKTail
 from specheads.models import checkpoint, saved_head
+from specheads.models.config import SpecConfig
 from specheads.models.formats.importing import find_foreign
+from specheads.models.spec_model import SpecModel
 from specheads.training.features.dataset import FeatureCollator, FeatureDataset
-from specheads.training.features.frozen_weights import skeleton
+from specheads.training.features.frozen_weights import KeptBase, skeleton
 from specheads.training.features.index import Index, read_finished_index
-from specheads.training.features.model import FeatureModel, build_feature_model
 from specheads.training.features.shards import FeatureError
+
+
+class FeatureModel(SpecModel):
+    """Takes batches of a FeatureCollator. Its checkpoints are ordinary SpecModel checkpoints, and name the base."""
+
+    def observe_base(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Teacher]:
+        if "features" not in kwargs:
+            raise ValueError("a batch without features, in training from saved ones: FeatureCollator makes them")
+        hidden = kwargs.get("last_hidden")
+        topk = [kwargs.get(name) for name in ("topk_ids", "topk_log_p", "topk_tail")]
+        if hidden is not None:
+            teacher: Teacher = LiveTeacher(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
+        elif topk[0] is not None:
+            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in topk))
+        else:
+            teacher = TopKTail.from_text(input_ids)
+        return kwargs["features"], teacher
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)  # raises a clear error
+
 
 Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollator]
 
@@ -60,7 +87,9 @@ def from_disk(
         module = new_head(folder, index, head)
     module.to(getattr(torch, index.base["dtype"] if dtype == "auto" else dtype))
     train, *held_out = (FeatureDataset(folder, module.layers, split, index) for split in index.rows)
-    model = build_feature_model(folder, index, module)
+    name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
+    record = SpecConfig.of(module.config, name, revision, fingerprint, index.base.get("quantization"))
+    model = FeatureModel(record, cast(PreTrainedModel, KeptBase(folder, name)), module)
     model.note_trained_length(trained_length)
     return model, train, held_out[0] if held_out else None, FeatureCollator(index.pad_token_id)
 

@@ -14,9 +14,22 @@ import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
+from specheads.heads import HEADS
+from specheads.options import reason, refuse_unknown
+
 _EXPECTED = 'expected {regular expression: factor}, as JSON in text: {"lm_head": 0.25}, say'
 _AT_LEAST_1 = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+# The package of each reporter whose presence transformers can check; the others say themselves what is missing.
+_PACKAGES = {
+    "comet_ml": "comet-ml", **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow",
+    "neptune", "swanlab", "tensorboard", "trackio", "wandb")},
+}  # fmt: skip
+# Evaluation metrics of any head; base: of adapters trained with it.
+_METRICS = (
+    "loss", "accepted_length", "accepted_length_error", "accepted_length_sampled", "accepted_length_tree", "base",
+)  # fmt: skip
+_BY_DEPTH = ("accuracy", "conditional_accuracy", "acceptance", "loss")
 # Evaluation metrics that fall as a head learns; transformers recognises those that end in "loss".
 _FALLS = re.compile(r"(loss_depth_\d+|feature|base|confidence|accepted_length_error)$")
 
@@ -100,3 +113,32 @@ def refuse_out_of_bounds(options: Mapping[str, Any], section: str = "") -> None:
             f"{section}num_train_epochs={options['num_train_epochs']}: expected more than 0, or {section}max_steps of "
             "at least 1"
         )
+
+
+def refuse_unknown_metric(name: str) -> None:
+    """ValueError for a metric that no evaluation of a head has."""
+    kind, by_depth, depth = name.rpartition("_depth_")
+    if not (by_depth and kind in _BY_DEPTH and depth.isdecimal() and int(depth) > 0):
+        depths = [f"{kind}_depth_{depth}" for kind in _BY_DEPTH for depth in range(1, 9)]
+        terms = [term for head in HEADS.values() for term in head.Config.loss_terms]
+        refuse_unknown([name], [*_METRICS, *terms, *depths], "training.metric_for_best_model")
+
+
+def refuse_absent_reporters(report_to: str | list[str] | None) -> None:
+    """ValueError for a name in training.report_to that is unknown, or whose package is not installed. A Trainer would
+    raise a RuntimeError only once everything is loaded."""
+    from transformers.integrations import integration_utils as integrations
+
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    names = [name for name in names if name not in ("none", "all")]
+    refuse_unknown(names, [*integrations.INTEGRATION_TO_CALLBACK, "none", "all"], "training.report_to")
+    installed = integrations.get_available_reporting_integrations()
+    for name in set(names) - set(installed):
+        lack = f"{_PACKAGES.get(name)} is not installed; pip install {_PACKAGES.get(name)}"
+        if name not in _PACKAGES:
+            try:
+                integrations.INTEGRATION_TO_CALLBACK[name]()
+                continue
+            except (RuntimeError, ImportError) as error:
+                lack = reason(error)
+        raise ValueError(f"training.report_to={name}: {lack}, or give training.report_to=none")

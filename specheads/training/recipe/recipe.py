@@ -3,90 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from specheads.data.config import DataConfig
 from specheads.heads import HEADS, HeadConfig, head_config
 from specheads.models.base.lora import JointConfig
-from specheads.options import read_yaml, refuse_unknown, shown
+from specheads.options import read_yaml, shown
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.parity import ParityConfig
-from specheads.training.recipe import options as training_options
-from specheads.training.recipe.keys import key_of, names_in
+from specheads.training.recipe.reader import SECTIONS, key_of, read_options, read_section
 
 
 class RecipeError(ValueError):
     """A recipe, or an override, that cannot be run; the message says why in one line."""
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What one run of train/heads.py does.
 
-    base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
-    base was saved in); load_in_4bit, load_in_8bit: quantise the base with bitsandbytes (with lora: QLoRA);
-    attn_implementation: the base's. features: a folder of saved features, used instead of base, data and their
-    options, which are then ignored. feature_cache: a folder in which the first epoch stores the base's features for
-    later ones. head: {kind: …, options}. init_from: a head checkpoint to continue from, instead of a new head.
-    training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last one in output_dir, if any.
+    base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the base
+    was saved in); load_in_4bit, load_in_8bit: quantise the base with bitsandbytes (with lora: QLoRA);
+    attn_implementation: the base's. features: a folder of saved features, used instead of base, data and their options,
+    which are then ignored. head: {kind: …, options}. init_from: a head checkpoint to continue from, instead of a new
+    head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last one in output_dir, if any.
     early_stopping: how many evaluations without a better training.metric_for_best_model end the run. launch: what the
     launcher is expected to have started. parity: the comparison with real decoding at the end of the run;
-    parity.prompts=0 skips it. lora: adapters on the base that train with the head, see JointConfig.
+    parity.prompts=0 skips it. evaluation_share: how many rows evaluations may have as a share of those trained on, and
+    the parity gate as a share of training's time; null: no bound. lora: adapters on the base that train with the head,
+    see JointConfig.
     """
 
     training: dict[str, Any]
     base: str = ""
     data: DataConfig | None = None
     features: str | None = None
-    feature_cache: str | None = None
     head: HeadConfig | None = None
-    base_dtype: str = "auto"
-    head_dtype: str = "float32"
+    base_dtype: DType = "auto"
+    head_dtype: DType = "float32"
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     attn_implementation: str | None = None
     init_from: str | None = None
     early_stopping: int | None = None
+    evaluation_share: float | None = 0.1
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     lora: JointConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.features is not None and (not isinstance(self.features, str) or not self.features):
-            raise RecipeError(f"features={self.features!r}: expected a folder that `specheads features` has filled")
+        if self.features == "":
+            raise RecipeError("features='': expected a folder that `specheads features` has filled, or null")
         if self.features is not None and self.lora is not None:
             raise RecipeError(
                 "lora trains the base too, which saved features stand in for: give lora=null or no features"
             )
-        if self.feature_cache is not None and (not isinstance(self.feature_cache, str) or not self.feature_cache):
-            raise RecipeError(f"feature_cache={self.feature_cache!r}: expected a folder, or null")
-        for name, value in (("features", self.features), ("lora", self.lora)):
-            if self.feature_cache is not None and value is not None:
-                raise RecipeError(
-                    f"feature_cache keeps what a frozen base sees, and with {name} none is in memory: leave one out"
-                )
-        if not isinstance(self.base, str) or not (self.base or self.features):
+        if not (self.base or self.features):
             raise RecipeError(f"base={self.base!r}: expected a path or a hub id")
-        for name in ("base_dtype", "head_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise RecipeError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}")
-        for name in ("init_from", "attn_implementation"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise RecipeError(f"{name}={value!r:.60}: expected text, or null")
-        for name in ("load_in_4bit", "load_in_8bit"):
-            if not isinstance(getattr(self, name), bool):
-                raise RecipeError(f"{name}={getattr(self, name)!r:.60}: expected true or false")
-        if self.early_stopping is not None and (type(self.early_stopping) is not int or self.early_stopping < 1):
-            raise RecipeError(f"early_stopping={self.early_stopping!r:.60}: expected a whole number of at least 1")
+        if self.early_stopping is not None and self.early_stopping < 1:
+            raise RecipeError(f"early_stopping={self.early_stopping}: expected a whole number of at least 1")
+        if self.evaluation_share is not None and self.evaluation_share <= 0:
+            raise RecipeError(
+                f"evaluation_share={self.evaluation_share}: expected a share above 0, such as 0.1, or null"
+            )
         if self.load_in_4bit and self.load_in_8bit:
             raise RecipeError("load_in_4bit and load_in_8bit are both true: give one of them")
         if (self.head is None) == (self.init_from is None):
@@ -116,16 +103,15 @@ class Recipe:
 
         def changed(section: Any) -> dict[str, Any]:
             named = () if section is None else dataclasses.fields(section)
-            given = {f.name: (getattr(section, f.name), f.default) for f in named}
-            return {name: value for name, (value, usual) in given.items() if value != usual and _plain(value)}
+            values = {f.name: (getattr(section, f.name), f.default) for f in named}
+            return {name: value for name, (value, usual) in values.items() if value != usual and _plain(value)}
 
-        options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}
-        options |= {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
-        options["lora"] = None if self.lora is None else self.lora.to_dict()
-        options["training"] = {
+        sections = {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
+        sections |= {"head": self.head.to_dict() if self.head else {}, "lora": self.lora.to_dict() if self.lora else {}}
+        sections["training"] = {
             name: value for name, value in self.training.items() if _plain(value) and not name.endswith("_token")
         }
-        return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
+        return yaml.safe_dump(changed(self) | {n: part for n, part in sections.items() if part}, sort_keys=False)
 
     @property
     def bits(self) -> int | None:
@@ -137,26 +123,25 @@ class Recipe:
         """RecipeError for an unknown, missing or malformed option, with its dotted name."""
         if not isinstance(options, Mapping):
             raise RecipeError(f"a recipe is a mapping with base, head, data and training, not {options!r:.60}")
-        options = dict(options)
+        top = _top()
         try:
-            _refuse_misplaced("", options, _top())
-            refuse_unknown(options, _top())
-            for name in ("training",) if options.get("features") else ("base", "data", "training"):
-                if options.get(name) is None:
-                    raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
-            sections = {
-                name: _section(name, options.get(name))
-                for name in ("data", "training", "launch", "parity", "head", "lora")
-            }
+            for name in options:
+                if name not in top and (key := key_of(str(name), top)):
+                    raise RecipeError(f"unknown option {shown(str(name))}; did you mean {key!r}?")
+            required = ("training",) if options.get("features") else ("base", "data", "training")
+            if missing := [name for name in required if options.get(name) is None]:
+                raise RecipeError(f"{missing[0]} is missing: set it in the recipe or as {missing[0]}=…")
+            sections = {name: read_section(name, options.get(name), top) for name in SECTIONS}
+            plain = {name: value for name, value in options.items() if name not in SECTIONS}
+            has = {name: options.get(name) is not None for name in SECTIONS}
             return cls(
-                **{key: value for key, value in options.items() if key not in (*sections, "base")},
-                base=options.get("base") or "",
-                data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
-                training=training_options.check(sections["training"]),
-                launch=LaunchConfig.from_dict(sections["launch"]),
-                parity=ParityConfig.from_dict(sections["parity"]),
-                lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,
-                head=_head(sections["head"]) if options.get("head") is not None else None,
+                **read_options(cls, {**plain, "base": options.get("base") or ""}),
+                training=_training(sections["training"]),
+                data=DataConfig.from_dict(read_options(DataConfig, sections["data"], "data.")) if has["data"] else None,
+                launch=LaunchConfig(**read_options(LaunchConfig, sections["launch"], "launch.")),
+                parity=ParityConfig(**read_options(ParityConfig, sections["parity"], "parity.")),
+                lora=JointConfig.of(sections["lora"]) if has["lora"] else None,
+                head=_head(sections["head"]) if has["head"] else None,
             )
         except RecipeError:
             raise
@@ -234,23 +219,14 @@ def _top() -> list[str]:
     return [field.name for field in dataclasses.fields(Recipe)]
 
 
-def _refuse_misplaced(section: str, options: Iterable[str], known: Collection[str]) -> None:
-    """RecipeError for an option that is not in `known`, with the key that it has in another section. section: where it
-    was given, such as "head."; "" for none, and then a similar key is named, too."""
-    for name in options:
-        if name not in known and (key := key_of(str(name), _top(), similar=not section)):
-            raise RecipeError(f"unknown option {shown(section + str(name))}; did you mean {key!r}?")
+def _training(options: dict[str, Any]) -> dict[str, Any]:
+    from specheads.training.recipe import arguments  # it takes seconds, which a typo elsewhere should not cost
 
-
-def _section(name: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        key = key_of(name, _top())
-        hint = f"; did you mean {key}={value}?" if isinstance(value, str) and key != name else ""
-        raise RecipeError(f"{name}={value!r:.60}: expected a mapping of options{hint}")
-    _refuse_misplaced(f"{name}.", value, names_in(name))
-    return dict(value)
+    checked = read_options(arguments.SpecTrainingArguments, options, "training.")
+    arguments.refuse_out_of_bounds(checked, section="training.")
+    if (metric := checked.get("metric_for_best_model")) is not None:
+        arguments.refuse_unknown_metric(metric.removeprefix("eval_"))
+    return checked
 
 
 def _head(options: dict[str, Any]) -> HeadConfig:

@@ -27,12 +27,12 @@ def write(
     path, source, named = folder / FILE, repo_id or folder.as_posix(), model.config.base_model_name_or_path
     if not is_ours(path):
         return
-    given = "" if named and (repo_id is None or card.on_the_hub(named)) else ', base="path/to/the/base"'
+    argument = "" if named and (repo_id is None or card.on_the_hub(named)) else ', base="path/to/the/base"'
     served = (
         f"## Served\n\n`specheads export {source} served --to vllm` writes it for another program (sglang, trtllm, "
         "llamacpp …), or says why that does not read such a head."
     )
-    text = card.text(model.config, model.head, record, f'"{source}"{given}', served, license)
+    text = card.text(model.config, model.head, record, f'"{source}"{argument}', served, license)
     with replacing(path) as temporary:  # half a card would lack the mark, and pass for the user's
         temporary.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
 

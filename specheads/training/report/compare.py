@@ -64,16 +64,13 @@ def read_curve(folder: Path) -> LearningCurve:
             f"{state.get('logging_steps')}; train again with a lower training.logging_steps"
         )
     if len(logs) == 1:
-        raise ValueError(f"{file} says of no step how many tokens it had seen: an older version wrote it; train again")
+        raise ValueError(f"{file} records no token counts: give the folder of a run of a SpecTrainer")
     held_out = any("eval_accepted_length" in entry for entry in history)
     name = "eval_accepted_length" if held_out else "accepted_length"
-    found: dict[int, Mapping[str, Any]] = {}
-    for entry in history:
-        if name in entry and entry["step"] > 0:
-            found.setdefault(entry["step"], entry)  # older versions logged a restored head under the last step, again
-    if not found:
+    by_step = {entry["step"]: entry for entry in history if name in entry and entry["step"] > 0}
+    if not by_step:
         raise ValueError(f"{file} has no {name}: no answer had two tokens to learn")
-    points = [_point(step, found[step], name, logs) for step in sorted(found)]
+    points = [_point(step, by_step[step], name, logs) for step in sorted(by_step)]
     return LearningCurve(str(folder), held_out, points)
 
 

@@ -15,8 +15,7 @@ Points = list[tuple[int, float]]
 
 
 def series(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
-    """The Trainer's log_history as {panel: {curve: [(step, value), …]}}; a step logged twice keeps its first value
-    (older versions logged a restored head under the last step, again)."""
+    """The Trainer's log_history as {panel: {curve: [(step, value), …]}}."""
     panels: dict[str, dict[str, dict[int, float]]] = {"loss": {}, "accepted length": {}, "accuracy by depth": {}}
     names = {
         r"loss": ("loss", "training"),
@@ -33,7 +32,7 @@ def series(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]
             for pattern, (panel, label) in names.items():
                 if match := re.fullmatch(pattern, key):
                     curve = panels[panel].setdefault(label.format(*match.groups()), {})
-                    curve.setdefault(int(entry["step"]), float(value))
+                    curve[int(entry["step"])] = float(value)
     return {panel: {name: sorted(points.items()) for name, points in found.items()} for panel, found in panels.items()}
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from specheads import terminal
+from specheads.terminal import clock_time
 
 _LINE_LEGEND = (
     "accepted length: tokens a step, estimated from the training batches (greedy chains of {depths}, the base's own "
@@ -78,13 +80,6 @@ def log_line(logs: Mapping[str, Any], step: int, last: int, rate: float | None, 
     if left is not None:
         parts.append(f"{clock_time(left)} left")
     return "  ".join(parts)
-
-
-def clock_time(seconds: float) -> str:
-    """`1:52`, or `2:03:04` from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
@@ -185,7 +180,25 @@ class _Lines(TrainerCallback):
 
 
 class AcceptanceLog(_Lines, PrinterCallback):
-    """Plain lines on stdout."""
+    """Plain lines on stdout; one every few seconds of an evaluation."""
+
+    batches = 0  # of the evaluation so far
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        now = self.pace.clock()
+        if not self.batches:
+            self._evaluation_began = self._printed = now
+        self.batches += 1
+        if now - self._printed >= terminal.LOG_EVERY and state.is_world_process_zero and has_length(eval_dataloader):
+            self._printed, count = now, len(eval_dataloader)
+            left = (now - self._evaluation_began) / self.batches * (count - self.batches)
+            print(f"evaluation {self.batches / count:.0%}  {clock_time(left)} left", flush=True)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_evaluate(args, state, control, **kwargs)
+        self.batches = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and state.is_world_process_zero:

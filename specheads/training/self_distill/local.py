@@ -126,7 +126,7 @@ def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, 
     def next_talk(temperature: float) -> _Talk | None:
         """The next question of this temperature; those of others before it wait in their lanes."""
         nonlocal number
-        while len(talks) < ahead and _possible_lines(file, talks) < file.stream.wanted:
+        while len(talks) < ahead and file.has_room(talk.ask for talk in talks):
             if (ask := next(asks, None)) is None:
                 break
             talk = _Talk(ask, number)
@@ -153,8 +153,3 @@ def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, 
             tokens += lanes[talks[0].ask.temperature].answer_one()
         elif not any(lane.answer_one() for lane in lanes.values()) and not talks:
             return
-
-
-def _possible_lines(file: RowsFile, talks: deque[_Talk]) -> int:
-    """How many lines there will be if every pending answer gives one."""
-    return file.lines + sum(talk.ask.num_turns for talk in talks)

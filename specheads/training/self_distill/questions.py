@@ -15,8 +15,7 @@ from specheads.data.chat_template import MissingTemplate
 from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
 from specheads.data.datasets import refuse_unknown_ids
-from specheads.data.dropped import Dropped, reason_of
-from specheads.data.row_forms import RowError, is_chat, messages_of
+from specheads.data.row_forms import Dropped, RowError, is_chat, messages_of, reason_of
 from specheads.data.rows import IGNORED, Row, tokenize
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines
 from specheads.training.self_distill.options import WINDOWS, Options
@@ -148,18 +147,19 @@ def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) 
     left_out = Dropped()
     for number, row in enumerate(rows, start=1):
         try:
-            one = question(row, tokenizer, options)
-            if one.num_turns == 0:
+            conversation = question(row, tokenizer, options)
+            if conversation.num_turns == 0:
                 left_out.add("without a message of the user", number)
                 continue
-            if isinstance(one, Conversation):  # the template may refuse it
-                one.text(one.messages(["x"] * (one.num_turns - 1)), tokenizer, generation_prompt=True)
+            if isinstance(conversation, Conversation):  # the template may refuse it
+                messages = conversation.messages(["x"] * (conversation.num_turns - 1))
+                conversation.text(messages, tokenizer, generation_prompt=True)
         except MissingTemplate:
             raise
         except ValueError as error:
             left_out.add(reason_of(error), number, str(error))
             continue
-        asked.setdefault(one.key, one)
+        asked.setdefault(conversation.key, conversation)
     kept = len(rows) - left_out.total
     _tell(left_out, kept, options)
     if again := kept - len(asked):

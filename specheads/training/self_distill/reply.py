@@ -15,10 +15,13 @@ from specheads.hub import hub_options
 from specheads.models.base.loading import stop_ids
 from specheads.training.self_distill.local import prompt_room
 from specheads.training.self_distill.options import Options
-from specheads.training.self_distill.server import Refused
 
 _REASONING = ("reasoning_content", "reasoning")  # as servers call it; templates read one of these and `thinking`
 _ENDED = {"stop": True, "tool_calls": True, "function_call": True, "length": False}
+
+
+class Refused(ValueError):
+    """One question has no usable answer; the others are unaffected."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ class RowsFile:
     def finished(self) -> bool:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
 
+    def has_room(self, asked: Iterable[Ask]) -> bool:
+        """Whether lines would be wanting if every answer to these questions gave one."""
+        return self.lines + sum(ask.num_turns for ask in asked) < self.stream.wanted
+
     def require_same(self, options: Mapping[str, Any]) -> None:
         """ValueError if the file holds something else, or rows made with other options or from other questions; else
         save the options next to the rows."""
@@ -57,9 +61,9 @@ class RowsFile:
                 )
             before = json.loads(self.options_path.read_bytes())
             differing = [
-                f"{name}: {before[name]!r}, not {value!r}"
+                f"{name}: {before.get(name)!r}, not {value!r}"
                 for name, value in options.items()
-                if name in before and before[name] != value  # older versions had fewer
+                if before.get(name) != value
             ]
             if differing:
                 raise ValueError(

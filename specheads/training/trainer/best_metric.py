@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from specheads.data.batches import documents_of
+from specheads.data.rows import IGNORED
 from specheads.decoding.planner import StaticTree
 from specheads.losses.metrics import AcceptanceMeter
 from specheads.losses.targets import ENDED, tokens_left
+from specheads.training.trainer.rows import RowCollator
 
 _OURS = re.compile(
     r"(accepted_length(_error|_sampled|_tree)?|(accuracy|conditional_accuracy|acceptance|loss)_depth_\d+)$"
@@ -66,7 +67,7 @@ def most_left(rows: Any, enough: int) -> int | None:
 
 def _labelled(rows: Any) -> Iterable[Mapping[str, Any] | None]:
     if hasattr(rows, "labels"):  # saved features, whose rows are large
-        return rows.labels()
+        return ({"input_ids": row["labels"], **row} for row in rows.labels())
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         return [None]
     return (row if _tells(row) else None for row in map(rows.__getitem__, range(len(rows))))
@@ -77,11 +78,7 @@ def _tells(row: Any) -> bool:
 
 
 def _left(row: Mapping[str, Any]) -> int:
-    labels = row.get("labels")
-    learnt = torch.as_tensor(row["loss_mask"]).bool() if labels is None else torch.as_tensor(labels) != -100
-    seen = torch.as_tensor(row.get("attention_mask", torch.ones(len(learnt), dtype=torch.int64))).unsqueeze(0)
-    documents = row.get("document_ids")
-    if documents is None and row.get("position_ids") is not None:
-        documents = documents_of(torch.as_tensor(row["position_ids"]).unsqueeze(0), seen)
-    known = seen if documents is None else torch.as_tensor(documents).view(1, -1)
-    return int(tokens_left(learnt.unsqueeze(0), known).max()) if len(learnt) else 0
+    if not len(row["input_ids"]):
+        return 0
+    batch = RowCollator(0)([row])
+    return int(tokens_left(batch["labels"] != IGNORED, batch["document_ids"]).max())

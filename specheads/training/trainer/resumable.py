@@ -19,7 +19,7 @@ from specheads.models.card import TrainingRecord
 from specheads.models.checkpoint import correct_copied_name
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.run_files import RESULTS
-from specheads.training.distributed.fsdp import trained_weights_only
+from specheads.training.distributed.checkpoints import trained_weights_only
 from specheads.training.distributed.launch import kind_of
 from specheads.training.errors import STATE, TrainingError, is_finished, sparing_the_head, step_of, writing
 from specheads.training.recipe.arguments import SpecTrainingArguments

@@ -4,6 +4,7 @@ checkpoints without the base (`resumable.py`)."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,26 +18,24 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
+from specheads.data.batches import documents_of
 from specheads.data.repeats import EvenCollator, mask_repeats
-from specheads.decoding.generation.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.convert import explain_frozen, is_frozen_base
 from specheads.models.spec_model import SpecModel, SpecOutput
-from specheads.training.distributed import deepspeed as zero
+from specheads.training.distributed.checkpoints import patch_engine
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import TrainingError, refuse_not_finite
+from specheads.training.errors import TrainingError, resume_hint
 from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
 from specheads.training.resume import refuse_head_alone
-from specheads.training.trainer import given_rows
 from specheads.training.trainer.best_metric import refuse_absent_metric
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 from specheads.training.trainer.resumable import ResumableTrainer
-from specheads.training.trainer.sampler import SeededLengthGroups
-from specheads.training.trainer.stream import EndlessRows
+from specheads.training.trainer.rows import EndlessRows, SeededLengthGroups, prepared
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class SpecTrainer(ResumableTrainer):
                 len(head.d2t), len(head.t2d), len(head.t2d),
             )  # fmt: skip
         with args.main_process_first(desc="reading the rows"):
-            kwargs |= given_rows.prepared(model, **kwargs)
+            kwargs |= prepared(model, **kwargs)
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(
@@ -255,7 +254,7 @@ class SpecTrainer(ResumableTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         # The only hook that transformers calls between creating the engine and loading a checkpoint with it.
         if self.is_deepspeed_enabled:
-            zero.patch_engine(self.accelerator.deepspeed_engine_wrapped.engine)
+            patch_engine(self.accelerator.deepspeed_engine_wrapped.engine)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -270,12 +269,12 @@ class SpecTrainer(ResumableTrainer):
         """As in transformers. ResumeError, a ValueError, for a checkpoint that this run could not resume as its writer
         would have."""
         if resume_from_checkpoint:
-            found = (
+            checkpoint = (
                 get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
             )
-            if found is not None:
-                self.refuse_other_run(Path(found))
-                refuse_head_alone(Path(found), kind_of(self.accelerator))
+            if checkpoint is not None:
+                self.refuse_other_run(Path(checkpoint))
+                refuse_head_alone(Path(checkpoint), kind_of(self.accelerator))
         self._refuse_no_batch()
         head = self.accelerator.unwrap_model(self.model).head
         refuse_absent_metric(self.args, self.eval_dataset, head.scored_depths, self._scored_tree())
@@ -312,3 +311,29 @@ def supervised_tokens(inputs: Mapping[str, Any]) -> Tensor:
     if inputs.get("loss_mask") is not None:
         return inputs["loss_mask"].bool().sum()
     raise ValueError(f"a batch has {sorted(inputs)}: expected labels or loss_mask; data.Collator makes them")
+
+
+def longest_text(inputs: Mapping[str, Any]) -> Tensor:
+    """() int64, the tokens of the longest document of a training batch: a row, or a packed part of one."""
+    ids, documents, mask = inputs["input_ids"], inputs.get("document_ids"), inputs.get("attention_mask")
+    if documents is None and (positions := inputs.get("position_ids")) is not None:
+        documents = documents_of(positions, torch.ones_like(ids) if mask is None else mask)
+    if documents is not None:
+        index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        starts = torch.ones_like(documents, dtype=torch.bool)
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        lengths = index - torch.where(starts, index, 0).cummax(1).values + 1
+        return torch.where(documents > 0, lengths, 0).max()
+    if mask is not None:
+        return mask.long().sum(1).max()
+    return torch.tensor(ids.shape[1], device=ids.device)
+
+
+def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None:
+    """TrainingError if a loss or a gradient norm is not finite."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise TrainingError(
+            f"step {step}: the {what} is {number}, and the step was not taken; {resume_hint(output_dir)}, with a lower "
+            "training.learning_rate or training.max_grad_norm, in bf16 instead of fp16, or without that step's rows"
+        )

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints for heads: without the frozen base, and readable by any number of processes."""
+"""Checkpoints of FSDP2 and DeepSpeed for heads: without the frozen base, and readable by any number of processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,29 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, fsdp_utils
 
 from specheads.training.resume import ResumeError, writers_of
 
 UNIVERSAL, LATEST = "universal", "latest_universal"  # the folder, and the file in which DeepSpeed looks for its name
+
+
+@contextmanager
+def trained_weights_only(accelerator: Any) -> Iterator[None]:
+    """In the block accelerate (1.15) saves and loads only trained weights, as it otherwise does only for peft models.
+
+    Applies to FSDP2 with full state dicts, as in recipes/accelerate/.
+    """
+    plugin, asked = getattr(accelerator.state, "fsdp_plugin", None), getattr(fsdp_utils, "is_peft_model", None)
+    whole = plugin is not None and plugin.fsdp_version == 2 and plugin.state_dict_type.name == "FULL_STATE_DICT"
+    if asked is None or not whole:
+        yield
+        return
+    fsdp_utils.is_peft_model = lambda model: True
+    try:
+        yield
+    finally:
+        fsdp_utils.is_peft_model = asked
 
 
 def patch_engine(engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""The rows given to a SpecTrainer as it trains on them: tokenized if text, without those with nothing to learn.
+"""The rows of a SpecTrainer: tokenized if text, without those with nothing to learn, in an order that can be resumed.
 
 Rows that are made as they are read (by a transform, a stream or a class of the user's) are left as they are.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from specheads.data.batches import Collator
 from specheads.data.config import DataConfig
@@ -51,8 +55,8 @@ def prepared(
     text; the default one pads with the tokenizer's padding token, or the base's, or any: what pads is masked.
 
     ValueError for text without a tokenizer, and if no row has a token to learn from."""
-    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    rows = {name: _prepare(part, name, model, processing_class, data_collator is None) for name, part in given.items()}
+    parts = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    rows = {name: _prepare(part, name, model, processing_class, data_collator is None) for name, part in parts.items()}
     if data_collator is None:
         owners = (processing_class, text_config(model.base))
         ids = (getattr(owner, "pad_token_id", None) for owner in owners)
@@ -117,3 +121,51 @@ def _marks(rows: Any, column: str) -> Iterator[Any]:
         return
     for batch in rows.select_columns([column]).with_format("numpy").iter(1000):
         yield from batch[column]
+
+
+class SeededLengthGroups(LengthGroupedSampler):
+    """LengthGroupedSampler, but its order does not depend on all earlier random draws, as transformers' does.
+
+    The Trainer calls set_epoch() before each epoch.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+class EndlessRows(IterableDataset):
+    """The rows of a stream, restarted after the last. ValueError if it is read further after a pass without rows.
+
+    At the end of a stream transformers (5.23) carries the gradients of an incomplete step over to the next one, and
+    never steps if there are fewer rows than a step takes; a resumed run would forget how often they were read.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self.ended: int | None = None  # the number of rows read, once a pass has given none
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.ended is not None:
+            raise ValueError(
+                f"the rows to train on ended after {self.ended}, before the last step, and gave none when they were "
+                "read again: give a stream that begins anew each time, or a lower max_steps"
+            )
+        number = 0
+        for epoch in count():
+            if hasattr(self.rows, "set_epoch"):
+                self.rows.set_epoch(epoch)
+            before = number
+            for row in self.rows:
+                number += 1
+                yield row
+            if number == before:
+                self.ended = number
+                return

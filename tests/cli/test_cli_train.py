@@ -110,15 +110,14 @@ def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, mo
     assert len(said.splitlines()) == 1 and said.startswith(f"train/heads.py: {message}")
 
 
-@pytest.mark.parametrize("option", ["--processes=1", "--distributed=ddp", "--device=cpu"])
-def test_what_only_a_dry_run_reads_is_refused_by_a_run_that_trains(capsys, option):
+def test_what_only_a_dry_run_reads_is_refused_by_a_run_that_trains(capsys):
     """Of the program and of the script that `accelerate launch` starts."""
-    given = ["recipes/medusa.yaml", "training.output_dir=nowhere", "base=nobody/nothing", option]
+    given = ["recipes/medusa.yaml", "training.output_dir=nowhere", "base=nobody/nothing", "--device=cpu"]
     code, out, err = run(capsys, "train", *given)
-    said = f"{option.replace('=', ' ')} would have no effect without --dry-run"
-    assert (code, out, len(err.splitlines())) == (2, "", 1) and said in err and "`accelerate launch`" in err
+    message = "--device cpu would have no effect without --dry-run"
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and message in err and "`accelerate launch`" in err
     assert heads.main(given) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):

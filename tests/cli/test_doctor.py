@@ -10,8 +10,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from specheads.cli.commands import machine
-from specheads_cli import requirements
+from specheads.cli.doctor import machine, requirements
 from tests.support.command_line import run
 from tests.support.paths import ROOT
 
@@ -59,6 +58,7 @@ def test_a_usable_machine_is_described_and_passes(capsys, monkeypatch):
     code, out, _ = run(capsys, "doctor", "--json")
     record = json.loads(out)
     assert code == 0 and record["problems"] == []
+    assert record["heads"] == ["medusa", "hydra", "eagle", "eagle3", "mtp", "parallel"]
     assert record["torch"] == torch.__version__ and record["cores"] >= 1 and "base" in record["shipped_checkpoints"]
     here = {entry["name"]: entry for entry in record["required"] + record["optional"]}
     assert here["torch"]["version"] == metadata.version("torch") and here["torch"]["ok"]
@@ -66,11 +66,6 @@ def test_a_usable_machine_is_described_and_passes(capsys, monkeypatch):
     assert "g++" in record["compiler"] or "none of" in record["compiler"]
     code, out, _ = run(capsys, "doctor")
     assert code == 0 and out.splitlines()[-1].startswith("usable") and "threads" in out
-
-
-def test_info_without_a_path_is_the_same(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "environment", lambda: {"torch_threads": 1, "cores": 1, "load_average": None})
-    assert run(capsys, "info", "--json") == run(capsys, "doctor", "--json")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +99,8 @@ def test_versions_compare_by_number(version, least, ok):
 
 def test_it_answers_where_specheads_itself_cannot_be_imported():
     script = (
-        "import sys; sys.modules['transformers'] = None; import specheads_cli; sys.exit(specheads_cli.run(['doctor']))"
+        "import sys; sys.modules['transformers'] = None; from specheads.cli import program; "
+        "sys.exit(program.run(['doctor']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "not usable: specheads does not load: import of transformers" in done.stdout

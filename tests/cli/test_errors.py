@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from specheads.cli.errors import report
 from specheads.options import OptionError
 from specheads.training.distributed.launch import LaunchError
-from specheads_cli.errors import report
 from train import base_model, bigram, features, heads, self_distill
 
 OUTPUT = ["--output", "out"]
@@ -19,7 +19,7 @@ SCRIPTS = {
     base_model: ["--output_dir", "out"],
 }
 WORK = {
-    heads: "specheads.cli.commands.train.run", features: "specheads.cli.commands.features.run",
+    heads: "specheads.cli.commands.train.train", features: "specheads.cli.commands.features.save",
     self_distill: "specheads.training.self_distill.run.run", bigram: "specheads.hub.hub_options",
     base_model: "specheads.training.base_model.run.train",
 }  # fmt: skip
@@ -59,7 +59,7 @@ def test_ctrl_c_in_a_script_is_one_line(ended_by, monkeypatch):
     ("script", "given", "said"),
     [
         (heads, "--learning_rate 1e-3", "did you mean training.learning_rate=1e-3?"),
-        (heads, "--procesess 2", "did you mean --processes?"),
+        (heads, "--devise 2", "did you mean --device?"),
         (features, "--output o --max-length=9", "did you mean data.max_length=9?"),
         (self_distill, "--base a --output b --soource c", "did you mean --source?"),
         (bigram, "--base a --output b --sourc=c d", "unrecognized arguments: d"),

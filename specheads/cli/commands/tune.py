@@ -20,8 +20,11 @@ from specheads.bench.tree_search import (
     search_head,
 )
 from specheads.bench.tune import TuneConfig, merge, tune
+from specheads.cli.app import emit
+from specheads.cli.errors import refuse_file, refuse_folder
+from specheads.cli.options.measure import TuneOptions
 from specheads.decoding.generation.recorded import Record, record
-from specheads.decoding.planner.by_cost import CostTable
+from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.heads import DraftHead
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.build import build_spec_config
@@ -30,6 +33,27 @@ from specheads.models.named import Models, describe_drafter
 from specheads.models.spec_model import SpecModel
 
 PROMPTS, LENGTH = 16, 96  # of a new record: number of prompts, and new tokens for each
+
+
+def run(options: TuneOptions) -> None:
+    for flag, path in (("--output", options.output), ("--search", options.search)):
+        if path is not None:
+            refuse_folder(path, flag)
+    if options.output is None:
+        refuse_file(costs_dir(), "HF_HOME")
+    config = TuneConfig(
+        options.batch, tuple(options.nodes or ()), tuple(options.lengths or TuneConfig.lengths), rounds=options.rounds,
+        compile=options.compile,
+    )  # fmt: skip
+    results = []
+    for name in options.models:
+        models = Models.load(name, base=options.base, dtype=options.dtype, device=options.device)
+        texts = None if options.search is None else record_at(options.search, models)
+        results.append({"model": name, **measure(models, config, output=options.output, known=texts)})
+    if options.as_json:
+        emit({"results": results})
+    else:
+        show(results)
 
 
 def measure(models: Models, config: TuneConfig, *, output: Path | None, known: Record | None) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads import terminal
 from specheads.bench.shipped import load_base
-from specheads.cli import token_stream
-from specheads.cli.commands.generate import write_text
+from specheads.cli.text import depth_counts, legend, write_text
 from specheads.decoding.generation import prompt_batches
 from specheads.models.convert import load_head
 
@@ -53,27 +52,20 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
     loaded, tokenizer = load_base(Path(base))
     model = load_head(loaded, head, dtype=loaded.dtype)
     if terminal.has_colors(out):
-        out.print(token_stream.legend())
+        out.print(legend())
     texts = []
     for prompt, batch in zip(prompts, prompt_batches.batches(tokenizer, prompts, loaded.device), strict=True):
         out.print()
         result, depths = write_text(
-            out,
-            loaded,
-            tokenizer,
-            prompt,
-            batch,
-            draft=model.head,
-            color_depth=True,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-        )
+            out, loaded, tokenizer, prompt, batch, color_depth=True,
+            draft=model.head, max_new_tokens=max_new_tokens, do_sample=False,
+        )  # fmt: skip
         speed = result.statistics()["tokens_per_second"]
-        out.print(f"\n── {token_stream.depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")
+        out.print(f"\n── {depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")
         texts += prompt_batches.new_tokens(loaded, batch, result.sequences)
     return texts
 
 
 if __name__ == "__main__":
-    given, written = (Path(argument) for argument in sys.argv[1:])
-    written.write_text(json.dumps(show(**json.loads(given.read_text("utf8")))), "utf8")
+    task, answer = (Path(path) for path in sys.argv[1:])
+    answer.write_text(json.dumps(show(**json.loads(task.read_text("utf8")))), "utf8")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,12 @@ from specheads import terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
+from specheads.cli.app import emit
 from specheads.cli.demo.live import LiveOptions, train_live
 from specheads.cli.demo.own_base import own_base
 from specheads.cli.demo.restored import show_elsewhere
+from specheads.cli.errors import refuse_file
+from specheads.cli.options.training import DemoOptions
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.planner import chain
 from specheads.models.convert import convert, load_head
@@ -31,6 +33,7 @@ from specheads.models.spec_model import SpecModel
 
 LIVE = "EAGLE-3, just trained"
 DRAFT_VOCAB = 1024  # of the live head, so that its output matrix is a third of its weights, not two thirds
+SEED = 0  # of the training
 STEPS = 3  # of training-time test, of the live head
 NUM_SHOWN = 2  # prompts whose text is shown
 REPEATS = 3  # of the race
@@ -38,26 +41,22 @@ RACE_SECONDS = 130.0  # budget of the race, beyond which no further repeat start
 TIE = 1e-3  # logits closer than this may swap ranks between two float32 passes of different shape
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """checkpoints: the folder with base/ and the heads; None: the shipped one or, if there is none, a newly trained
-    base. minutes, seed: of the training. output: where the head is saved."""
-
-    minutes: float
-    num_prompts: int
-    max_new_tokens: int
-    seed: int
-    checkpoints: Path | None
-    output: Path
+def run(options: DemoOptions) -> int:
+    """The exit code is 1 if a text differs."""
+    refuse_file(options.output, "--output")
+    figures = tell(options, terminal.make_console(stderr=options.as_json))  # with --json all else goes to stderr
+    if options.as_json:
+        emit(figures)
+    return int(bool(figures["differing"]))
 
 
-def run(options: DemoOptions, out: Console) -> dict[str, Any]:
+def tell(options: DemoOptions, out: Console) -> dict[str, Any]:
     """Run the demo, printing on `out`, and return its figures. `differing` lists texts that differ: should be empty.
 
     ValueError or OSError on bad input."""
     began = time.monotonic()
     hf_logging.disable_progress_bar()
-    torch.manual_seed(options.seed)
+    torch.manual_seed(SEED)
     folder, raced = find_base(options, out)
     base, tokenizer = shipped.load_base(folder)
     held_out = shipped.held_out_names(folder)
@@ -66,10 +65,15 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     heading(out, "1  A frozen base model gets a draft head")
     draft_vocab = min(DRAFT_VOCAB, base.config.vocab_size)
     model = convert(base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, tree=chain(4).choices)
-    describe(model, out)
+    layers = ", ".join(map(str, model.head.layers))
+    out.print(
+        f"base: {type(model.base).__name__}, {model.base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
+        f"head: EAGLE-3 on layers {layers}, {sum(p.numel() for p in model.head.parameters()) / 1e6:.1f}M parameters, "
+        "started from the base's output matrix"
+    )
 
     heading(out, f"2  {options.minutes:g} minutes of training on the standard library's source")
-    trained = train_live(model, tokenizer, held_out, LiveOptions(options.minutes, options.seed), out)
+    trained = train_live(model, tokenizer, held_out, LiveOptions(options.minutes, SEED), out)
     model.save_pretrained(options.output)
     del model
     size = sum(p.stat().st_size for p in options.output.iterdir()) / 1e6
@@ -112,21 +116,11 @@ def find_base(options: DemoOptions, out: Console) -> tuple[Path, Iterable[str]]:
     heading(
         out, "0  No base model came with the package: a tiny one is trained on the standard library, in a minute or two"
     )
-    return own_base(options.output.with_name(f"{options.output.name}-base") / "base", options.seed, out), ()
+    return own_base(options.output.with_name(f"{options.output.name}-base") / "base", SEED, out), ()
 
 
 def heading(out: Console, text: str) -> None:
     out.print(f"\n{text}", style="bold")
-
-
-def describe(model: SpecModel, out: Console) -> None:
-    """Print the sizes of base and head, and the layers that the head reads."""
-    layers = ", ".join(map(str, model.head.layers))
-    out.print(
-        f"base: {type(model.base).__name__}, {model.base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
-        f"head: EAGLE-3 on layers {layers}, {sum(p.numel() for p in model.head.parameters()) / 1e6:.1f}M parameters, "
-        "started from the base's output matrix"
-    )
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""`specheads doctor` for the machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
+"""The machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
 
 from __future__ import annotations
 

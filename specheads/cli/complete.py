@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from specheads_cli.shipped import Kind, recipe_names, summary
+from specheads.cli.shipped import Kind, recipe_names, summary
 
 # The registries import torch, so their usages are repeated here, in their order; a test compares them.
 LOSSLESS = ("exact", "block", "traversal")

@@ -5,6 +5,7 @@ Importing this imports torch and transformers, whose Auto classes then know the 
 
 # ruff: noqa: F401
 
+import specheads.models.named  # loads the checkpoints that draft= names
 from specheads.decoding.acceptance import (
     Acceptance,
     Block,

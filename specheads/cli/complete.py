@@ -17,8 +17,9 @@ LOSSY = (
 )  # fmt: skip
 RULES = (*LOSSLESS, *LOSSY)
 TREES = (
-    "chain:DEPTH", "comb:DEPTH[,WIDTH]", "dynamic[:BUDGET[,DEPTH[,TOP_K]]]", "best[:BUDGET[,DEPTH[,WIDTH[,BEAMS]]]]",
-    "static[:NODES]", "sampled[:BRANCHES,…]",
+    "chain:DEPTH", "adaptive[:MAX_DEPTH[,CONFIDENCE[,SAMPLED]]]", "comb:DEPTH[,WIDTH]",
+    "dynamic[:BUDGET[,DEPTH[,TOP_K]]]", "best[:BUDGET[,DEPTH[,WIDTH[,BEAMS]]]]", "static[:NODES]",
+    "sampled[:BRANCHES,…]",
 )  # fmt: skip
 DRAFTERS = ("lookup[:NUM_TOKENS]", "ngram[:N]", "maxgram[:BIGRAMS]")
 ENGINES = (

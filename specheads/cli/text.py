@@ -53,7 +53,7 @@ class TokenStream:
         self._flush(0)
         *drafted, self.held = value.flatten().tolist()
         for depth, token in enumerate(drafted, start=1):
-            self._show(token, depth)
+            self.show(token, depth)
         self.drafted = len(drafted)
 
     def end(self) -> None:
@@ -64,10 +64,10 @@ class TokenStream:
 
     def _flush(self, depth: int, *, last: bool = False) -> None:
         if self.held is not None:
-            self._show(self.held, depth, last=last)
+            self.show(self.held, depth, last=last)
             self.held = None
 
-    def _show(self, token: int, depth: int, *, last: bool = False) -> None:
+    def show(self, token: int, depth: int, *, last: bool = False) -> None:
         self.depths.append(depth)
         if self.prompt:
             terminal.write(self.console, self.prompt, "bright_black")

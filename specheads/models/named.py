@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.decoding.drafters import Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
-from specheads.decoding.drafters.named import DRAFTERS
+from specheads.decoding.drafters.named import CHECKPOINT_LOADERS, DRAFTERS
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import hub_options
@@ -97,8 +98,10 @@ class Models:
         refuse_other_kind(small, type(self.target).__name__, self.target.config.is_encoder_decoder)
         small = to_device(small, self.target.device)
         try:
-            tokenizer = tokenizer_of(source)
+            tokenizer = None if self.tokenizer is None else tokenizer_of(source)
         except (ValueError, OSError):
+            tokenizer = None
+        if tokenizer is None:
             return DraftModel(small)
         return DraftModel(small, tokenizer=tokenizer, target_tokenizer=self.tokenizer)
 
@@ -123,6 +126,26 @@ class Models:
             refuse_adapters(name)
             return load_head(self.target, name, dtype=self.target.dtype).head
         return self.draft_model(name)
+
+
+_loaded: WeakKeyDictionary[PreTrainedModel, Models] = WeakKeyDictionary()  # by generate()'s draft=, once for a base
+
+
+def load_drafter(draft: str, base: PreTrainedModel, head: Drafter | None = None) -> Drafter:
+    """The drafter of a text that names checkpoints, for generate(). Each is loaded once for a base."""
+    if base not in _loaded:
+        try:
+            tokenizer = tokenizer_of(str(base.name_or_path))
+        except (ValueError, OSError):  # a base that was made in memory
+            tokenizer = None
+        _loaded[base] = Models(base, tokenizer)
+    models = _loaded[base]
+    if head is not None:
+        models.drafters["head"] = head
+    return models.drafter(draft)
+
+
+CHECKPOINT_LOADERS.append(load_drafter)
 
 
 def usual_k_matrix(drafts: Sequence[Drafter]) -> list[list[int]]:

@@ -1,12 +1,15 @@
 """specheads generate, info."""
 
+import inspect
 import json
 import re
 import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+import specheads
 from specheads.cli import program as cli
 from specheads.cli import text
 from specheads.models.convert import convert
@@ -95,6 +98,27 @@ def test_a_seed_gives_the_same_sample_and_another_seed_another(shipped, capsys):
         return json.loads(run(capsys, *ask, "--seed", seed)[1])["token_ids"]
 
     assert text(1) == text(1) != text(2)
+
+
+def test_python_takes_the_text_that_the_command_takes(shipped, small, capsys):
+    model = specheads.SpecModel.from_pretrained(shipped / "eagle3", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
+    inputs = tokenizer("def f(", return_tensors="pt")
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    ask = ("generate", shipped / "eagle3", "--prompt", "def f(", "--max-new-tokens", 12, "--json", "--draft")
+    names = inspect.signature(specheads.SpecModel.generate).parameters
+    assert {"draft", "tree", "accept", "seed"} <= set(names) and names["draft"].default == "auto"
+    for draft in ("head", "lookup", f"model:{small}", str(shipped / "medusa"), f"cascade:model:{small}+maxgram"):
+        record = json.loads(run(capsys, *ask, draft)[1])
+        out = model.generate(**inputs, draft=draft, **options)
+        assert out.sequences[0, inputs["input_ids"].shape[1] :].tolist() == record["token_ids"]
+        assert out.statistics()["drafted"] == record["statistics"]["drafted"], draft
+    plain = specheads.generate(model.base, **inputs, draft=f"model:{small}", tree="adaptive:4", **options)
+    assert plain.sequences.equal(out.sequences) and plain.statistics()["drafted"] > 0
+    with pytest.raises(ValueError, match="unknown drafter 'lokup'; did you mean 'lookup'"):
+        model.generate(**inputs, draft="lokup", **options)
+    with pytest.raises(FileNotFoundError, match="nowhere/at/all"):
+        model.generate(**inputs, draft="nowhere/at/all", **options)
 
 
 def test_info_says_what_a_checkpoint_holds(shipped, capsys):

@@ -100,11 +100,11 @@ def test_a_newcomer_trains_generates_and_exports(newcomer):
 
 def test_the_demo_of_a_wheel_trains_its_base_first_and_keeps_it(newcomer):
     script = (
-        "import sys; from specheads.cli.demo import own_base; own_base.MINUTES = 0.02; "
+        "import sys; from specheads.cli.demo import own_base, story; own_base.MINUTES = 0.02; story.NUM_PROMPTS = 1; "
         "from specheads.cli import program; sys.exit(program.run(sys.argv[1:]))"
     )
     demo = (
-        sys.executable, "-c", script, "demo", "--minutes", 0.03, "--num-prompts", 1, "--max-new-tokens", 8,
+        sys.executable, "-c", script, "demo", "--minutes", 0.03,
     )  # fmt: skip
     told = newcomer(*demo)
     assert "No base model came with the package" in told and "every text is the same" in told

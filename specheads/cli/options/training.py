@@ -20,13 +20,11 @@ class DemoOptions(Output):
     \b
     Examples:
       specheads demo
-      specheads demo --minutes 5 --num-prompts 12
+      specheads demo --minutes 5
       specheads demo --json > figures.json
     """
 
     minutes: float = option(2.0, "Minutes of live training.", min=0.01)
-    num_prompts: int = option(6, "Number of prompts, from held-out files.", min=1)
-    max_new_tokens: int = option(96, "Maximum tokens to generate.", min=1)
     checkpoints: Path | None = option(None, "Folder of base/ and the heads (default: shipped).")
     output: Path = option(Path("runs/demo"), "Folder for the trained head.")
 

@@ -73,7 +73,6 @@ def test_an_option_is_declared_once_for_python_the_command_and_the_record():
 
 BAD_INPUT = [
     ("generate {head} --prompt a --max-new-tokens -1", "max-new-tokens"),
-    ("generate {head} --prompt a --max-new-tokens many", "max-new-tokens"),
     ("generate {head} --prompt a --temperature -0.5", "temperature"),
     ("generate {head} --prompt a --top-p 0.9", "--temperature above 0"),
     ("generate {head}", "no prompt"),
@@ -84,24 +83,15 @@ BAD_INPUT = [
     ("generate https://huggingface.co/org/model --prompt a", "is an address; give a folder or a hub id"),
     ("generate {head}/config.json --prompt a", "config.json is a file; give the folder of a checkpoint"),
     ("help", "No such command 'help'; usage: specheads [OPTIONS] COMMAND"),
-    ("generate {head} --prompt ''", "no prompt"),
-    ("generate {tmp}/absent --prompt a", "absent"),
     ("generate {base} --prompt a --draft head", "there is no head to draft with"),
     ("generate {head} --prompt a --tree bush:3", "tree 'bush:3': unknown tree 'bush'; expected chain:DEPTH"),
-    ("generate {head} --prompt a --tree chain:x", "depth='x' "),
-    ("generate {head} --prompt a --tree chain:0", "depth=0"),
-    ("generate {head} --prompt a --tree dynamic:60,7,9,1", "dynamic:60,7,9,1"),
-    ("generate {head} --prompt a --tree dynamic:900,1,2", "budget=900"),
-    ("generate {head} --prompt a --tree static:1", "2 or more"),
     ("generate {head} --prompt a --tree chain:9", "9 deep"),
     ("generate {head} --prompt a --tree chain:2 --draft none", "one of them"),
     ("generate {head} --prompt a --dtype int7", "int7"),
     ("generate {head} --prompt a --device moon", "moon"),
     ("generate {head} --prompt a --base {tmp}/nowhere", "nowhere"),
     ("generate {head} --prompt a --what", "--what"),
-    ("chat {tmp}/absent", "absent"),
     ("chat {head} --accept exakt", "did you mean 'exact'"),
-    ("chat {head} --tree bush:3", "unknown tree 'bush'"),
     ("chat {head} --tree chain:9", "9 deep"),
     ("chat {head} --draft model:{tmp}/nowhere", "nowhere"),
     ("chat {base} --base {base}", "--base"),
@@ -110,11 +100,9 @@ BAD_INPUT = [
     ("evaluate {head} --prompts {tmp}/latin.txt", "latin.txt, line 1: byte 0xe9 at column 4 is not UTF-8"),
     ("calibrate {head} --data {tmp}/ids.jsonl", "row 2 of {tmp}/ids.jsonl: token 258 is outside the base's"),
     ("parity {head} --data {tmp}/ids.jsonl", "row 2 of {tmp}/ids.jsonl: token 258 is outside the base's"),
-    ("calibrate {head} --data {tmp}/absent.jsonl", "absent.jsonl"),
     ("calibrate {head} --data {tmp}/emty.jsonl", "emty.jsonl' (did you mean {tmp}/empty.jsonl?)"),
     ("parity {head} --data {tmp}/empty.jsonl", "empty.jsonl is empty"),
     ("evaluate {head} --num-prompts 0", "num-prompts"),
-    ("evaluate {tmp}/absent", "absent"),
     ("generate {base} --prompt a --draft model:{head}", "{head} is a draft head, not a language model"),
     ("generate {head} --prompt a --base {head}", "{head} is a draft head, not a language model"),
     ("train medusa --dry-run base={head}", "{head} is a draft head, not a language model"),
@@ -129,7 +117,6 @@ BAD_INPUT = [
     ),
     ("generate {base} --prompt a --draft cascade:", "drafter '' lacks a name: give model:PATH"),
     ("generate {base} --prompt a --draft cascade:lookup+", "drafter '' lacks a name"),
-    ("info {tmp}/absent", "absent "),
     ("info {tmp}/latin.txt", "latin.txt is a file; give the folder of a checkpoint"),
     (
         "train {tmp}/latin.txt a=1",
@@ -159,7 +146,6 @@ BAD_INPUT = [
     ("curves {tmp}/nome", "no such folder: {tmp}/nome (did you mean {tmp}/none?)"),
     ("curves {tmp}", "did you mean {tmp}/run?"),
     ("train eagle3 --learning_rate 1e-3", "did you mean training.learning_rate=1e-3? A recipe's options are given"),
-    ("train eagle3 --learning-rate=1e-3", "did you mean training.learning_rate=1e-3?"),
     ("train eagle3 --lr 1e-3", "did you mean training.learning_rate=1e-3?"),
     ("train --bf16 --dry-run eagle3", "did you mean training.bf16=…?"),
     ("train eagle3 --devise 2", "did you mean --device?"),
@@ -276,10 +262,7 @@ def test_the_program_ends_with_the_exit_code_and_one_line():
 PROGRAMS = {
     "specheads": ["-m", "specheads", "info", "somewhere"],
     "heads": ["train/heads.py", "eagle3"],
-    "features": ["train/features.py", "eagle3", "--output", "nowhere"],
     "self_distill": ["train/self_distill.py", "--base", "a", "--output", "b"],
-    "bigram": ["train/bigram.py", "--base", "a", "--output", "b"],
-    "base_model": ["train/base_model.py", "--output_dir", "a"],
 }
 
 
@@ -298,3 +281,10 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(words, tmp_path):
     )  # fmt: skip
     program = words[0] if words[0].endswith(".py") else "specheads"
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{program}: stopped\n")
+
+
+def test_every_script_listens_before_it_imports_torch():
+    for script in sorted((ROOT / "train").glob("*.py")):
+        text = script.read_text("utf8")
+        assert f'    listen("train/{script.name}")\n    sys.exit(main())' in text, script
+        assert not re.search(r"^(import|from) (torch|transformers)", text, re.MULTILINE), script

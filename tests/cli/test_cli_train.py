@@ -20,20 +20,23 @@ from train import heads
 
 
 def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys, caplog):
-    data, recipe = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
-    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(8)))
+    data, recipe, out_dir = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml", tmp_path / "out"
+    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 3}) + "\n" for i in range(8)))
     recipe.write_text(
-        f"base: {shipped / 'base'}\nhead: {{kind: medusa, num_heads: 3}}\ndata: {{train: {data}, max_length: 32}}\n"
-        "parity: {prompts: 0}\n"
-        f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, report_to: none, per_device_train_batch_size: 2}}\n"
+        f"base: {shipped / 'base'}\nhead: {{kind: medusa, num_heads: 3}}\nparity: {{prompts: 0}}\n"
+        f"data: {{train: {data}, max_length: 32, eval_fraction: 0.25}}\n"
+        f"training: {{output_dir: {out_dir}, max_steps: 1, report_to: none, per_device_train_batch_size: 2,\n"
+        "  eval_strategy: steps, eval_steps: 1}\n"
     )
-    code, out, _ = run(capsys, "train", recipe, "head.num_heads=1")
-    assert code == 0 and f"saved {tmp_path / 'out'}" in out
-    assert json.loads(run(capsys, "info", tmp_path / "out", "--json")[1])["options"]["num_heads"] == 1
-    assert run(capsys, "train", recipe, "head.num_heads=1", "training.resume_from_checkpoint=auto")[0] == 0
-    said = f"{tmp_path / 'out'} holds a finished head: it is replaced when this run ends"
-    assert said not in caplog.text
-    assert run(capsys, "train", recipe)[0] == 0 and said in caplog.text
+    ask = ("train", recipe, "head.num_heads=1")
+    code, out, _ = run(capsys, *ask, "parity.prompts=2", "--json")
+    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1, "one JSON object and nothing else"
+    assert json.loads(run(capsys, "info", out_dir, "--json")[1])["options"]["num_heads"] == 1
+    code, out, _ = run(capsys, *ask, "training.resume_from_checkpoint=auto")
+    assert code == 0 and f"saved {out_dir}" in out
+    message = f"{out_dir} holds a finished head: it is replaced when this run ends"
+    assert message not in caplog.text
+    assert run(capsys, "train", recipe)[0] == 0 and message in caplog.text
     code, _, err = run(capsys, "train", recipe, "training.max_stesp=1")
     assert code == 2 and "max_steps" in err
 
@@ -91,23 +94,19 @@ def test_masks_are_in_colour_on_a_terminal():
     assert re.search(r"<5>\x1b\[0m\x1b\[1;32m<6>", console.file.getvalue()) and "⟦" not in console.file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("learning_rate=fast", "training.learning_rate='fast': expected a number"),
-        ("report_to=wandb", "training.report_to=wandb: wandb is not installed; pip install wandb, or give training."),
-        ("report_to=tensorboard", "training.report_to=tensorboard: tensorboard is not installed; pip install tensor"),
-    ],
-)
-def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, monkeypatch, override, message):
+def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, monkeypatch):
     """Of the program and of the script that `accelerate launch` starts."""
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
-    given = ["recipes/medusa.yaml", "training.bf16=false", "training.output_dir=nowhere", f"training.{override}"]
-    code, out, err = run(capsys, "train", *given)
-    assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(f"specheads: {message}")
-    assert heads.main(given) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and said.startswith(f"train/heads.py: {message}")
+    for override, message in {
+        "learning_rate=fast": "training.learning_rate='fast': expected a number",
+        "report_to=wandb": "training.report_to=wandb: wandb is not installed; pip install wandb, or give training.",
+    }.items():
+        given = ["recipes/medusa.yaml", "training.bf16=false", "training.output_dir=nowhere", f"training.{override}"]
+        code, out, err = run(capsys, "train", *given)
+        assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(f"specheads: {message}")
+        assert heads.main(given) == 2
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1 and err.startswith(f"train/heads.py: {message}")
 
 
 def test_what_only_a_dry_run_reads_is_refused_by_a_run_that_trains(capsys):
@@ -118,20 +117,6 @@ def test_what_only_a_dry_run_reads_is_refused_by_a_run_that_trains(capsys):
     assert (code, out, len(err.splitlines())) == (2, "", 1) and message in err and "`accelerate launch`" in err
     assert heads.main(given) == 2
     assert message in capsys.readouterr().err
-
-
-def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):
-    rows = [{"text": "def f(x):\n    return x\n" * 3}] * 8
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
-    code, out, _ = run(
-        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2",
-        "head.draft_vocab_size=60", f"data.train={data}", "data.split=train", "data.eval_fraction=0.25",
-        "data.max_length=32", f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
-        "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",
-        "training.gradient_accumulation_steps=1", "parity.prompts=2", "--json",
-    )  # fmt: skip
-    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1
 
 
 @pytest.fixture

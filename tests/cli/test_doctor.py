@@ -68,18 +68,15 @@ def test_a_usable_machine_is_described_and_passes(capsys, monkeypatch):
     assert code == 0 and out.splitlines()[-1].startswith("usable") and "threads" in out
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_what_is_missing_or_too_old_fails_with_the_command_that_gets_it(versions, capsys):
+    for given, problem in (
         ({"transformers": "5.2.1"}, "transformers 5.2.1 is older than 5.17: pip install 'transformers>=5.17'"),
-        ({"peft": None}, "peft is not installed: pip install 'peft>=0.19.1'"),
-    ],
-)
-def test_what_is_missing_or_too_old_fails_with_the_command_that_gets_it(given, said, versions, capsys):
-    versions(**given)
-    code, out, _ = run(capsys, "doctor")
-    assert code == 1 and out.splitlines()[-1] == f"not usable: {said}"
-    assert json.loads(run(capsys, "doctor", "--json")[1])["problems"] == [said]
+        ({"transformers": None}, "transformers is not installed: pip install 'transformers>=5.17'"),
+    ):
+        versions(**given)
+        code, out, _ = run(capsys, "doctor")
+        assert code == 1 and out.splitlines()[-1] == f"not usable: {problem}"
+    assert json.loads(run(capsys, "doctor", "--json")[1])["problems"] == [problem]
 
 
 def test_what_is_optional_may_be_missing_or_too_old(versions, capsys):
@@ -89,12 +86,11 @@ def test_what_is_optional_may_be_missing_or_too_old(versions, capsys):
     assert "0.1, older than 0.18" in out
 
 
-@pytest.mark.parametrize(
-    ("version", "least", "ok"),
-    [("2.11.0+cpu", "2.11", True), ("2.9", "2.11", False), ("2.11", "2.11.0", True), ("3.0.0.dev1", "2.11", True)],
-)
-def test_versions_compare_by_number(version, least, ok):
-    assert requirements.Package("a", "", version, least, "a").ok is ok
+def test_versions_compare_by_number():
+    for version, least, ok in (
+        ("2.11.0+cpu", "2.11", True), ("2.9", "2.11", False), ("2.11", "2.11.0", True), ("3.0.0.dev1", "2.11", True),
+    ):  # fmt: skip
+        assert requirements.Package("a", "", version, least, "a").ok is ok
 
 
 def test_it_answers_where_specheads_itself_cannot_be_imported():
@@ -119,14 +115,14 @@ def test_the_hub_is_asked_if_it_is_asked_for_and_may_be_out_of_reach(capsys, mon
     assert "not asked" in json.loads(run(capsys, "doctor", "--network", "--json")[1])["hub"]
 
 
-@pytest.mark.parametrize(("loaded", "memory", "auto"), [
-    (torch.float32, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
-    (None, "8B parameters takes 16 GB in bfloat16", "the checkpoint's"),
-])  # fmt: skip
-def test_memory_is_counted_in_the_dtype_that_auto_loads(loaded, memory, auto, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "placement", lambda dtype, device: (loaded, torch.device("cpu")))
-    record = json.loads(run(capsys, "doctor", "--json")[1])
-    assert memory in record["memory"] and record["dtype_auto"].startswith(auto)
+def test_memory_is_counted_in_the_dtype_that_auto_loads(monkeypatch, capsys):
+    for loaded, memory, auto in (
+        (torch.float32, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
+        (None, "8B parameters takes 16 GB in bfloat16", "the checkpoint's"),
+    ):
+        monkeypatch.setattr(machine, "placement", lambda dtype, device, loaded=loaded: (loaded, torch.device("cpu")))
+        record = json.loads(run(capsys, "doctor", "--json")[1])
+        assert memory in record["memory"] and record["dtype_auto"].startswith(auto)
 
 
 def test_the_lines_on_speed_say_what_to_do(monkeypatch):

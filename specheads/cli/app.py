@@ -71,8 +71,8 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     module, _, function = work.partition(":")
 
     def invoke(**values: Any) -> None:
-        chosen = options(**values)  # refuses what does not fit before torch is imported
-        if code := getattr(importlib.import_module(f"specheads.cli.{module}"), function)(chosen):
+        request = options(**values)  # refuses what does not fit before torch is imported
+        if code := getattr(importlib.import_module(f"specheads.cli.{module}"), function)(request):
             raise typer.Exit(code)
 
     hints = get_type_hints(options)
@@ -110,13 +110,13 @@ def output(record: Any, show: Callable[[Any], None], as_json: bool) -> None:
         show(record)
 
 
-def flags(given: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """For the command in `given`: its flags by the option names that errors use, and the names that were typed.
+def flags(line: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """For the command in `line`: its flags by the option names that errors use, and the names that were typed.
 
     See OptionError.said."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    name = next((word for word in given if word in commands), "")
-    words = {word.partition("=")[0] for word in given}
+    name = next((word for word in line if word in commands), "")
+    words = {word.partition("=")[0] for word in line}
     flag_of: dict[str, str] = {}
     typed: set[str] = set()
     for option in commands[name].params if name else ():

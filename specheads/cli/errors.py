@@ -38,10 +38,10 @@ def report(
     return 2
 
 
-def usage_error(error: Any, given: Sequence[str]) -> str:
+def usage_error(error: Any, words: Sequence[str]) -> str:
     """Typer's message for a command line that it could not parse, with the value it refused, and where to look."""
     message, context, param = error.format_message(), error.ctx, getattr(error, "param", None)
-    if message.startswith("Invalid value for") and (value := value_after(getattr(param, "opts", ()), given)):
+    if message.startswith("Invalid value for") and (value := value_after(getattr(param, "opts", ()), words)):
         return f"{message}, not {value!r}"
     if context is None or "Did you mean" in message or "Possible options" in message:
         return message
@@ -49,9 +49,9 @@ def usage_error(error: Any, given: Sequence[str]) -> str:
     return f"{message.rstrip('.')}; usage: {usage} (--help says more)"
 
 
-def value_after(names: Collection[str], given: Sequence[str]) -> str | None:
+def value_after(names: Collection[str], words: Sequence[str]) -> str | None:
     """The value that an option, given by its names, has among these words; None if it has none."""
-    for word, after in zip(given, [*given[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if name in names:
             return value if equals else after or None

@@ -75,14 +75,14 @@ class RecipeParser(Parser):
         self.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.given = sys.argv[1:] if args is None else list(args)
-        return super().parse_intermixed_args(self.given, namespace)
+        self.words = sys.argv[1:] if args is None else list(args)
+        return super().parse_intermixed_args(self.words, namespace)
 
     def error(self, message: str) -> Any:
         super().error(message.replace("required: recipe, key=value", "required: recipe"))
 
     def hint(self, flag: str) -> str:
-        return flag_hint(flag, self.given, self._option_string_actions)
+        return flag_hint(flag, self.words, self._option_string_actions)
 
 
 def options_from(kind: Any, description: str | None, arguments: Sequence[str] | None) -> Any:
@@ -93,8 +93,8 @@ def options_from(kind: Any, description: str | None, arguments: Sequence[str] | 
         pass
 
     parser = FieldParser([kind], description=description, formatter_class=Help)
-    given = None if arguments is None else list(arguments)
-    options, *rest = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    words = None if arguments is None else list(arguments)
+    options, *rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     if rest[-1]:
         parser.error(f"unrecognized arguments: {' '.join(rest[-1])}")
     return options

@@ -19,7 +19,7 @@ from specheads.models.base import loading
 from specheads.models.named import Models
 from tests.support.command_line import run, ship
 
-LENGTH = 24
+LENGTH = 16
 DEFAULT = ChatOptions(model="", max_new_tokens=LENGTH, chat=False)
 GREEDY = replace(DEFAULT, draft="head", compare="draft=none")
 
@@ -112,7 +112,7 @@ def test_two_answers_are_the_targets_greedy_text_and_are_compared_over_one_seed(
     wanted = plain.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)[
         0, inputs["input_ids"].shape[1] :
     ].tolist()
-    for draft in ("head", "auto", "ngram", f"model:{small}", f"cascade:model:{small}+maxgram"):
+    for draft in ("head", "auto", f"cascade:model:{small}+maxgram"):
         set_to(session, f"draft {draft}")
         drafted, alone = pair = answers(session, "def f(x):")
         assert drafted.token_ids == alone.token_ids == wanted

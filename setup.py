@@ -12,8 +12,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # recipes/ is a folder of the repository, and of the package in a wheel: see specheads_cli/shipped.py.
-    packages=[*find_packages(include=["specheads", "specheads.*", "specheads_cli"]), "specheads.recipes"],
+    # recipes/ is a folder of the repository, and of the package in a wheel: see specheads/cli/shipped.py.
+    packages=[*find_packages(include=["specheads", "specheads.*"]), "specheads.recipes"],
     package_dir={"specheads.recipes": "recipes"},
     package_data={
         "specheads": ["py.typed", "decoding/compiled/few_rows.cpp", "decoding/planner/by_cost/shipped/*.json"],
@@ -43,7 +43,7 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["specheads = specheads_cli:main"]},
+    entry_points={"console_scripts": ["specheads = specheads.cli.program:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.11",

@@ -23,7 +23,6 @@ from specheads import SpecModel
 from specheads.bench import decoders
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import held_out_names
-from specheads.cli.commands.arguments import parse_tree
 from specheads.decoding.generation import prompt_batches
 from specheads.models.run_files import RESULTS, results
 
@@ -37,7 +36,7 @@ def decoded(
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
     length = decoders.accepted_length(
-        model, batches, max_new_tokens=new_tokens, eos_token_id=None, tree=parse_tree(tree, model.head), **sampling
+        model, batches, max_new_tokens=new_tokens, eos_token_id=None, tree=tree, **sampling
     )
     return {
         "temperature": temperature, "tree": tree or "its default tree", "prompts": len(batches),

@@ -5,6 +5,6 @@ python benchmarks/decode.py --num-prompts 8 --out runs/decode
 
 import sys
 
-from specheads_cli import run
+from specheads.cli.program import run
 
 sys.exit(run(["bench", "--batch", "1,4,8", "--temperature", "0", *sys.argv[1:]]))

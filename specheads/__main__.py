@@ -1,6 +1,5 @@
-"""`python -m specheads`: the command. It waits for torch even with --help, since Python imports the package first; the
-program `specheads`, and `python -m specheads_cli`, do not."""
+"""`python -m specheads`: the command."""
 
-from specheads_cli import main
+from specheads.cli.program import main
 
 main()

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,6 +16,19 @@ import yaml
 
 _LISTED = 24  # most known names that a message lists
 _LONGEST = 80  # most characters of a value or name that a message quotes
+
+
+def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
+    """A field of a dataclass of options, declared once for Python, a record and the command line.
+
+    more: min and max of a number; metavar and flags, how a command spells it; autocompletion, the words of its value.
+    """
+    return field(default=default, metadata={"help": help, **more})
+
+
+def argument(metavar: str, help: str, default: Any = MISSING, **more: Any) -> Any:
+    """A field that a command takes by position, as METAVAR; otherwise as `option`."""
+    return option(default, help, metavar=metavar, positional=True, **more)
 
 
 @dataclass(frozen=True)

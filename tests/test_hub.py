@@ -123,7 +123,7 @@ def test_the_program_takes_a_hub_id(home):
     for path in (home / "hub" / "models--org--base" / "snapshots" / FIRST).glob("tokenizer*"):
         (main / path.name).write_bytes(path.read_bytes())
     ask = ["generate", "org/head", "--prompt", "def f(", "--max-new-tokens", "6", "--json"]
-    made = json.loads(in_cache(home, "-m", "specheads_cli", *ask))
+    made = json.loads(in_cache(home, "-m", "specheads", *ask))
     assert made["base"] == "org/base" and made["statistics"]["lossless"] and len(made["token_ids"]) == 6
 
 

@@ -63,7 +63,7 @@ def test_an_option_is_spelled_as_the_front_door_has_it_with_its_value_or_alone()
          "sweep --head x --tree chain:2 --gamma 3", "--tree and --gamma both"),
         (lambda: Sweep(("x",), gamma=0), "gamma=0 must be", "sweep s.yaml --head x", "gamma=0 must be"),
         (lambda: LaunchConfig(2, "many"), "launch.distributed='many': expected",
-         "train t.yaml --dry-run --distributed x", "--distributed x: expected"),
+         "train t.yaml --dry-run launch.distributed=x", "launch.distributed='x': expected"),
         (lambda: ParityConfig(max_new_tokens=4), "parity.max_new_tokens=4: expected",
          "parity x --data y --max-new-tokens 4", "--max-new-tokens 4: expected"),
         (lambda: ParityConfig(tolerance=2.0), "parity.tolerance=2.0: expected", "parity x --data y --tolerance 2",

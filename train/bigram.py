@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specheads_cli.app import refuse_folder
-from specheads_cli.interrupt import listen
-from specheads_cli.script import options_from, run_script
+from specheads.cli.errors import listen, refuse_folder
+from specheads.cli.script import options_from, run_script
 
 
 @dataclass

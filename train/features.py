@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specheads_cli.interrupt import listen
-from specheads_cli.script import RecipeParser, run_script
-from specheads_cli.shipped import find_recipe
+from specheads.cli.errors import listen
+from specheads.cli.options.training import FeaturesOptions
+from specheads.cli.script import RecipeParser, run_script
+from specheads.cli.shipped import find_recipe
 
 FLAGS = ("output", "taps", "dtype", "teacher_probs", "batch_size", "shard_mb", "yes")
 
@@ -24,7 +25,7 @@ FLAGS = ("output", "taps", "dtype", "teacher_probs", "batch_size", "shard_mb", "
 def save(arguments: Sequence[str] | None) -> None:
     from accelerate import PartialState
 
-    from specheads.cli.commands.features import run, summary
+    from specheads.cli.commands import features
     from specheads.training.distributed.launch import wait_for_all
     from specheads.training.features.plan import DTYPES, SaveOptions
 
@@ -40,10 +41,9 @@ def save(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="approximate megabytes per file")
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation of the disk space")
     options = vars(parser.parse_intermixed_args(arguments))
-    file = find_recipe(options.pop("recipe"), "train")
-    saved = run(file, options.pop("overrides"), options.pop("output"), **options)
+    saved = features.save(find_recipe(options["recipe"], "train"), FeaturesOptions(**options))
     if PartialState().is_main_process:
-        print(summary(saved))
+        print(features.summary(saved))
     wait_for_all(PartialState())
     PartialState().destroy_process_group()
 

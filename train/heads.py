@@ -4,7 +4,7 @@
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/medusa.yaml base=my/model
     torchrun --nproc_per_node 2 train/heads.py recipes/eagle.yaml training.use_cpu=true launch.processes=2
 
-    python train/heads.py recipes/eagle3.yaml --dry-run --processes 8 --distributed fsdp2
+    python train/heads.py recipes/eagle3.yaml --dry-run launch.processes=8 launch.distributed=fsdp2
 
 Any option of the recipe can be given as key=value, with dots for sections and values as in YAML:
     head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
@@ -21,37 +21,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from specheads_cli.interrupt import listen
-from specheads_cli.script import RecipeParser, run_script
-from specheads_cli.shipped import find_recipe
+from specheads.cli.errors import listen
+from specheads.cli.options.training import TrainOptions
+from specheads.cli.script import RecipeParser, run_script
 
 
 def train(arguments: Sequence[str] | None) -> int:
-    from specheads.cli.commands import train as command
-    from specheads.training.distributed.launch import KINDS
-
     parser = RecipeParser(__doc__)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--dry-run", action="store_true", help="print an estimate of what the run will take, and stop")
-    parser.add_argument(
-        "--processes", type=int, help="of the run that --dry-run estimates (default: the recipe's, or 1)"
-    )
-    parser.add_argument(
-        "--distributed",
-        choices=KINDS,
-        help="of the run that --dry-run estimates (default: the recipe's, or ddp for several)",
-    )
-    options = parser.parse_intermixed_args(arguments)
-    recipe = find_recipe(options.recipe, "train")
-    if options.dry_run:
-        command.show_estimate(recipe, options.overrides, options.processes, options.distributed)
-        return 0
-    command.refuse_without_dry_run(processes=options.processes, distributed=options.distributed)
-    return command.run(recipe, options.overrides, "train/heads.py")
+    words = parser.parse_intermixed_args(arguments)
+    options = TrainOptions(recipe=words.recipe, overrides=words.overrides, dry_run=words.dry_run)
+    from specheads.cli.commands.train import run
+
+    return run(options, "train/heads.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("train/heads.py", lambda: train(arguments))
+    return run_script("train/heads.py", lambda: train(arguments), ("dry-run",))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from specheads_cli.interrupt import listen
-from specheads_cli.script import options_from, run_script
+from specheads.cli.errors import listen
+from specheads.cli.script import options_from, run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,1 +1,4 @@
-"""The specheads command: one file per subcommand, the chat console and the demo."""
+"""The `specheads` command: program.py runs it, app.py makes each command of a dataclass in options/, commands/ works.
+
+Nothing here imports torch before a command has parsed its arguments, so --help is quick.
+"""

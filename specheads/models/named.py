@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.decoding.drafters import Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
-from specheads.decoding.drafters.named import DRAFTERS
+from specheads.decoding.drafters.named import CHECKPOINT_LOADERS, DRAFTERS
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import hub_options
@@ -42,8 +43,8 @@ KNOWN = ("auto", "head", "model", *DRAFTERS, "cascade")  # drafters that are no 
 
 @dataclass
 class Models:
-    """The target, its tokenizer, and the drafters loaded so far: `head` and `model` if the command line gave them,
-    others under the names they were requested by. quantize: of the target and draft models, "4bit" or "8bit"."""
+    """The target, its tokenizer, and the drafters loaded so far: `head` if MODEL is one, others under the names they
+    were requested by. quantize: of the target and draft models, "4bit" or "8bit"."""
 
     target: PreTrainedModel
     tokenizer: Any
@@ -52,8 +53,8 @@ class Models:
 
     @classmethod
     def load(
-        cls, source: str, *, assistant: str | None = None, base: str | None = None, dtype: str = "auto",
-        device: str = "auto", quantize: str | None = None,
+        cls, source: str, *, base: str | None = None, dtype: str = "auto", device: str = "auto",
+        quantize: str | None = None,
     ) -> Models:  # fmt: skip
         """source: a head checkpoint, or a plain Hugging Face model. quantize: load the target and draft models in 4 or
         8 bits, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
@@ -61,20 +62,22 @@ class Models:
         options = quantized_options(quantize, torch_dtype, torch_device)
         if holds_head(source):
             model, tokenizer = load_with_tokenizer(source, base, dtype, device, **options)
-            models = cls(model.base, tokenizer, {"head": model.head}, quantize)
-        elif base is not None:
+            return cls(model.base, tokenizer, {"head": model.head}, quantize)
+        if base is not None:
             raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
-        else:
-            target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
-            models = cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
-        if assistant is not None:
-            models.drafters["model"] = models.draft_model(assistant)
-        return models
+        target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
+        return cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
 
-    @property
-    def best(self) -> str:
-        """The name of the default drafter."""
-        return next((name for name in ("model", "head") if name in self.drafters), "lookup")
+    def choose(self, draft: str | None, *, shaped: bool = False) -> tuple[str | None, Drafter | None]:
+        """The drafter's name in a table, and the drafter, which `draft` names as for `drafter`; both None for "none".
+
+        draft None: the head, or else lookup. So is "auto" if `shaped`: a tree or a rule is given, as in generate()."""
+        if draft == "none":
+            return None, None
+        if draft is None or (shaped and draft.partition(":")[0] == "auto"):
+            draft = "head" if "head" in self.drafters else "lookup"
+        drafter = self.drafter(draft)
+        return describe_drafter(draft, drafter), drafter
 
     def names(self) -> list[str]:
         """The names that `drafter` takes, besides paths of models that are not loaded yet."""
@@ -82,8 +85,8 @@ class Models:
 
     def drafter(self, name: str) -> Drafter:
         """A drafter by name, loaded on first use: `auto`, `auto:FILE` (with the costs in a file of `specheads tune`),
-        `head`, `model`, a text of DRAFTERS such as `ngram:4`, `model:PATH` (with the target's vocabulary), or the path
-        of a head or of a model (with any vocabulary). ValueError or OSError if there is none."""
+        `head`, a text of DRAFTERS such as `ngram:4`, `model:PATH`, `cascade:DRAFTER+DRAFTER…` with the usual k-matrix,
+        or the path of a head or of a model. ValueError or OSError if there is none."""
         if name not in self.drafters:
             self.drafters[name] = self._load(name)
         return self.drafters[name]
@@ -93,37 +96,67 @@ class Models:
         drafts = [self.drafter(part) for part in name.removeprefix("cascade:").split("+")]
         return Cascade(drafts, k_matrix, leniency, notation)
 
-    def draft_model(self, source: str, *, through_text: bool = True) -> DraftModel:
-        """A smaller model as drafter; through_text: its vocabulary may differ from the target's."""
+    def draft_model(self, source: str) -> DraftModel:
+        """A smaller model as drafter. Its vocabulary may differ from the target's, unless it has no tokenizer."""
         options = quantized_options(self.quantize, self.target.dtype, self.target.device)
         small = load_language_model(source, dtype=self.target.dtype, **options, **hub_options(source))
         refuse_other_kind(small, type(self.target).__name__, self.target.config.is_encoder_decoder)
         small = to_device(small, self.target.device)
-        if not through_text:
+        try:
+            tokenizer = None if self.tokenizer is None else tokenizer_of(source)
+        except (ValueError, OSError):
+            tokenizer = None
+        if tokenizer is None:
             return DraftModel(small)
-        return DraftModel(small, tokenizer=tokenizer_of(source), target_tokenizer=self.tokenizer)
+        return DraftModel(small, tokenizer=tokenizer, target_tokenizer=self.tokenizer)
 
     def _load(self, name: str) -> Drafter:
         kind, _, rest = name.partition(":")
-        if not name or (kind == "model" and name != "model" and not rest):
+        if not name or (kind == "model" and not rest):
             raise ValueError(f"drafter {name!r} lacks a name: give model:PATH, a checkpoint, or {', '.join(KNOWN)}")
         refuse_unknown_name(name, KNOWN, "drafter")
-        if name in ("head", "model"):
-            how = "a head checkpoint as MODEL" if name == "head" else "--assistant SMALL_MODEL"
-            raise ValueError(f"there is no {name} to draft with: start with {how}, or name a checkpoint")
+        if name == "head":
+            raise ValueError("there is no head to draft with: start with a head checkpoint as MODEL, or name one")
         if kind == "cascade":
-            raise ValueError(f"drafter {name!r} takes a k-matrix: give it where there is an option for one")
+            drafts = [self.drafter(part) for part in rest.split("+")]
+            return Cascade(drafts, usual_k_matrix(drafts))
         if kind == "auto":
             head = self.drafters.get("head")
             return auto_drafter(self.target, head if isinstance(head, DraftHead) else None, rest or None)
         if kind == "model":
-            return self.draft_model(rest, through_text=False)
+            return self.draft_model(rest)
         if kind in DRAFTERS:
             return DRAFTERS.build(name, vocab_size=text_config(self.target).vocab_size)
         if holds_head(name):
             refuse_adapters(name)
             return load_head(self.target, name, dtype=self.target.dtype).head
         return self.draft_model(name)
+
+
+_loaded: WeakKeyDictionary[PreTrainedModel, Models] = WeakKeyDictionary()  # by generate()'s draft=, once for a base
+
+
+def load_drafter(draft: str, base: PreTrainedModel, head: Drafter | None = None) -> Drafter:
+    """The drafter of a text that names checkpoints, for generate(). Each is loaded once for a base."""
+    if base not in _loaded:
+        try:
+            tokenizer = tokenizer_of(str(base.name_or_path))
+        except (ValueError, OSError):  # a base that was made in memory
+            tokenizer = None
+        _loaded[base] = Models(base, tokenizer)
+    models = _loaded[base]
+    if head is not None:
+        models.drafters["head"] = head
+    return models.drafter(draft)
+
+
+CHECKPOINT_LOADERS.append(load_drafter)
+
+
+def usual_k_matrix(drafts: Sequence[Drafter]) -> list[list[int]]:
+    """[[5, 8], [0, 8]] for two: a draft writes 5 tokens for each larger one, the smallest 8; a head what it can."""
+    tokens = [min(5, draft.fixed_depth or 5) for draft in drafts[:-1]]
+    return [[0] * row + tokens[row:] + [8] for row in range(len(drafts))]
 
 
 def refuse_unknown_name(name: str, known: Sequence[str], what: str) -> None:

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specheads.data.batches import documents_of
+from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import as_drafter
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
-from specheads.decoding.planner import StaticTree
+from specheads.decoding.planner import Plan, StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import logits_of
@@ -233,6 +234,9 @@ class SpecModel(PreTrainedModel):
         generation_config: GenerationConfig | None = None,
         *,
         draft: Drafter | str | bool | None = "auto",
+        tree: Plan | str | None = None,
+        accept: Acceptance | str | None = None,
+        seed: int | Sequence[int] | None = None,
         compile: bool | str | None = None,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
@@ -241,15 +245,19 @@ class SpecModel(PreTrainedModel):
         draft: "auto" picks what pays at each step, by the costs that `specheads tune` measured here: the head's draft,
         a copy of earlier text, or nothing ("auto:FILE" names the costs). True or "head" for this model's head, which
         "auto" also means if tree or accept is given; False for plain decoding through the same loop; "lookup",
-        "ngram", "maxgram", or any other drafter. tree: a plan (`DynamicTree`, `StaticTree`,
+        "ngram", "maxgram", "model:PATH" (a smaller model), a head's folder, "cascade:DRAFTER+DRAFTER…", or any other
+        drafter. tree: a plan (`DynamicTree`, `StaticTree`,
         `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
         "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
         others). seed: for sampling, one number or one for each row. With return_dict_in_generate=True the output also
         has `steps` and `statistics()`. compile: as in `specheads.generate`; None: as set by compile().
         """
         compile = self.compiles if compile is None else compile
-        drafter = self._choose_drafter(draft, kwargs)
-        return generate(self.base, inputs, generation_config, draft=drafter, compile=compile, **kwargs)
+        drafter = self._choose_drafter(draft, shaped=tree is not None or accept is not None)
+        return generate(
+            self.base, inputs, generation_config, draft=drafter, tree=tree, accept=accept, seed=seed, compile=compile,
+            **kwargs,
+        )  # fmt: skip
 
     def generate_many(
         self,
@@ -261,15 +269,16 @@ class SpecModel(PreTrainedModel):
     ) -> list[Continuation] | Iterator[Continuation]:
         """`specheads.generate_many` with this model; draft and compile as in `generate`."""
         compile = self.compiles if compile is None else compile
-        drafter = self._choose_drafter(draft, options)
+        shaped = options.get("tree") is not None or options.get("accept") is not None
+        drafter = self._choose_drafter(draft, shaped=shaped)
         return generate_many(self.base, prompts, draft=drafter, compile=compile, **options)
 
-    def _choose_drafter(self, draft: Any, options: dict[str, Any]) -> Drafter | None:
-        """The drafter, from generate()'s draft. "auto" is the head if a plan or a rule is given."""
+    def _choose_drafter(self, draft: Any, *, shaped: bool) -> Drafter | None:
+        """The drafter, from generate()'s draft. "auto" is the head if `shaped`: a plan or a rule is given."""
         if not (isinstance(draft, str) and draft.partition(":")[0] == "auto"):
-            return as_drafter(draft, self.head)
+            return as_drafter(draft, self.head, self.base)
         costs = draft.partition(":")[2] or None
-        if options.get("tree") is None and options.get("accept") is None:
+        if not shaped:
             return auto_drafter(self.base, self.head, costs)
         if costs is not None:
             auto_drafter(self.base, self.head, costs)  # only to raise if the file is missing or wrong

@@ -1,225 +1,173 @@
-"""The console's settings and session: what a command changes and refuses, what runs, what is compared, remembered."""
+"""The console's session: what a setting changes and refuses, what is compared, remembered and read once."""
 
+import json
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads.cli.chat.comparison import compare_outcomes
-from specheads.cli.chat.interrupt import Interruption
-from specheads.cli.chat.session import Session
-from specheads.cli.chat.settings import COMMANDS, Processor, Settings, change
+from specheads.cli.chat import console
+from specheads.cli.chat.completion import completions
+from specheads.cli.chat.session import Interruption, Session
+from specheads.cli.chat.settings import SETTINGS, change
+from specheads.cli.options.decode import ChatOptions, GenerateOptions
+from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.planner.named import PLANS, tree_named
+from specheads.models.base import loading
 from specheads.models.named import Models
-from tests.support.tiny_models import tiny_llama
+from tests.support.command_line import run, ship
 
-LENGTH = 24
+LENGTH = 16
+DEFAULT = ChatOptions(model="", max_new_tokens=LENGTH, chat=False)
+GREEDY = replace(DEFAULT, draft="head", compare="draft=none")
 
 
 @pytest.fixture(scope="module")
-def models(shipped, small):
-    return Models.load(str(shipped / "eagle3"), assistant=str(small), base=None, dtype="auto", device="cpu")
+def models(shipped):
+    return Models.load(str(shipped / "eagle3"), device="cpu")
 
 
 @pytest.fixture
 def session(models):
-    return Session(models, Settings(drafter="head", length=LENGTH))
+    return Session(models, GREEDY)
 
 
 def answers(session, prompt, seed=0):
-    return {mode.name: session.run(mode, prompt, seed) for mode in session.modes()}
+    return [session.answer(way, prompt, seed) for way in session.ways()]
 
 
 def set_to(session, *lines):
     for line in lines:
         session.change(*line.split(" ", 1) if " " in line else (line, ""))
-    return session.settings
+    return session.options
 
 
-def test_every_command_of_the_console_is_there():
-    romsto = (
-        "quit debug clear speculative target drafter cache chat length gamma processor ngram top_k_filler "
-        "set_ngramstorage reset_in_between"
+def test_settings_have_the_names_of_generates_options_and_are_set_and_reset(session):
+    shared = {"draft", "tree", "accept", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "chat"}
+    assert shared <= set(SETTINGS) and shared <= set(GenerateOptions.__dataclass_fields__)
+    assert ChatOptions(model="").draft == "auto" == GenerateOptions(model="").draft
+    assert set_to(session, "max_new_tokens 7", "seed 5", "tree comb:2,2", "accept typical:0.1", "top_p 0.5") == replace(
+        GREEDY, max_new_tokens=7, seed=5, tree="comb:2,2", accept="typical:0.1", top_p=0.5
     )
-    assert {*romsto.split(), "accept", "tree", "seed", "system"} <= set(COMMANDS)
-
-
-@pytest.mark.parametrize("name", ["target", "speculative", "ngram", "chat", "reset_in_between"])
-def test_a_toggle_flips_one_setting_and_takes_on_and_off(name):
-    start = Settings()
-    flipped = change(start, name, "")
-    assert getattr(flipped, name) is not getattr(start, name)
-    assert replace(flipped, **{name: getattr(start, name)}) == start
-    assert change(flipped, name, "") == start
-    assert getattr(change(start, name, "on"), name) and not getattr(change(start, name, "off"), name)
-
-
-def test_commands_set_what_they_say(session):
-    assert set_to(session, "length 7", "gamma 3", "top_k_filler 1", "set_ngramstorage onelevel 2", "seed 5") == replace(
-        Settings(drafter="head"), length=7, gamma=3, top_k_filler=1, storage="onelevel", ngram_n=2, seed=5
-    )
-    assert set_to(session, "tree comb:2,2").tree == "comb:2,2" and set_to(session, "gamma 2").tree is None
-    assert set_to(session, "tree").gamma is None and set_to(session, "seed").seed is None
-    assert [set_to(session, line).debug for line in ("debug", "debug", "debug depth")] == ["steps", "off", "depth"]
-    assert set_to(session, "processor topknucleus 0.7 40 0.9").processor == Processor("topknucleus", 0.7, 40, 0.9)
-    assert set_to(session, "accept fuzzy:js:0.1").accept == "fuzzy:js:0.1"
-    assert set_to(session, "drafter model", "drafter").alone and not set_to(session, "drafter head").alone
+    assert set_to(session, "seed", "tree", "accept", "top_p", "max_new_tokens") == replace(GREEDY, max_new_tokens=128)
+    assert change(DEFAULT, "chat", "on").chat is True and change(DEFAULT, "chat", "off").chat is False
+    assert change(DEFAULT, "system", r"Be brief.\nBe kind.").system == "Be brief.\nBe kind."
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("length 0", "length 0 must be at least 1"), ("length", "whole number"), ("length many", "'many'"),
-        ("gamma -1", "gamma -1"), ("seed -1", "seed -1"), ("seed x", "'x'"), ("top_k_filler 0", "top_k_filler 0"),
-        ("target maybe", "'maybe'"), ("debug loud", "'loud'"),
-        ("processor", "unknown processor"), ("processor nucles 1 .9", "did you mean 'nucleus'"),
-        ("processor topk 1", "1 of 2 numbers"), ("processor topk 1 2 3", "3 of 2 numbers"),
-        ("processor topk 1 2.5", "TOP_K: '2.5' is not a whole number"),
-        ("processor topk 1 0", "top_k 0"), ("processor nucleus 1 1.5", "top_p 1.5"),
-        ("processor multinomial hot", "TEMPERATURE: 'hot' is not a number"),
-        ("drafter auto:/nowhere", "/drafter: No such file or directory: /nowhere"),
-        ("processor multinomial 0", "temperature 0"), ("processor multinomial nan", "temperature nan"),
-        ("set_ngramstorage", "unknown n-gram storage"), ("set_ngramstorage basic 1", "n 1 must be at least 2"),
-        ("set_ngramstorage basic 2 3", "one number"), ("set_ngramstorage huge 3", "'huge'"),
-        ("accept", "unknown rule"), ("accept exakt", "did you mean 'exact'"), ("accept fuzzy:js", "threshold"),
+        ("max_new_tokens 0", "max_new_tokens 0 must be at least 1"), ("max_new_tokens many", "'many' is not a whole"),
+        ("seed -1", "seed -1 must be at least 0"), ("seed x", "'x' is not a whole number"),
+        ("temperature hot", "'hot' is not a number"), ("temperature nan", "temperature nan"),
+        ("top_p 1.5", "top_p 1.5 must be at least 0.0 and at most 1.0"), ("top_k 0", "top_k 0"),
+        ("chat maybe", "'maybe' is neither on nor off"), ("view dept", "did you mean 'depth'"),
+        ("accept exakt", "did you mean 'exact'"), ("accept fuzzy:js", "threshold"),
         ("tree bush:2", "unknown tree 'bush'"), ("tree chain:0", "depth=0"),
-        ("drafter /nowhere/at/all", "/nowhere/at/all"), ("drafter on", "cannot write alone"),
-        ("system Be brief.", "ignores system messages"),
+        ("draft auto:/nowhere", "No such file or directory: /nowhere"), ("draft /nowhere/at/all", "/nowhere/at/all"),
+        ("compare drat=none", "did you mean 'draft'"), ("compare seed=1", "unknown setting 'seed'"),
+        ("compare none", "unknown setting 'none'"), ("compare tree=bush:2", "unknown tree 'bush'"),
+        ("system Be brief.", "begins a conversation, and prompts are text to continue"),
     ],
 )  # fmt: skip
-def test_a_bad_argument_changes_nothing(line, said, session, models):
-    before, drafters = session.settings, len(models.drafters)
-    if line.startswith("system"):  # such templates there are: the shipped base has one
-        session.tokenizer = AutoTokenizer.from_pretrained(models.target.name_or_path)
-        session.tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}"
-        session.tokenizer.chat_template += "{% endif %}{% endfor %}"
+def test_a_bad_value_changes_nothing(line, message, session, models):
+    before, drafters = session.options, len(models.drafters)
     with pytest.raises(ValueError) as error:
         set_to(session, line)
-    assert said in str(error.value) and str(error.value).startswith(f"/{line.split()[0]}: ")
-    assert session.settings == before and len(models.drafters) == drafters
+    assert message in str(error.value) and str(error.value).startswith(f"/{line.split()[0]}: ")
+    assert session.options == before and len(models.drafters) == drafters
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("drafter lookup", "accept fuzzy:js:0.1"), ("accept fuzzy:js:0.1", "drafter maxgram"),
-        ("drafter {shipped}/medusa", "tree chain:9"), ("tree chain:9", "drafter {shipped}/medusa"),
-        ("tree sampled:2,1", "accept block"), ("chat off", "system Be brief."),
+        ("draft lookup", "accept fuzzy:js:0.1"), ("accept fuzzy:js:0.1", "draft maxgram"),
+        ("draft {shipped}/medusa", "tree chain:9"), ("tree chain:9", "draft {shipped}/medusa"),
+        ("tree sampled:2,1", "accept block"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_when_it_is_set(first, second, session, shipped):
     before = set_to(session, first.format(shipped=shipped))
     with pytest.raises(ValueError, match=f"^/{second.split()[0]}: "):
         set_to(session, second.format(shipped=shipped))
-    assert session.settings == before
+    assert session.options == before
 
 
-def test_a_session_does_not_begin_with_a_system_message_and_no_conversation(models):
+def test_a_system_message_needs_a_conversation_and_a_template_that_reads_it(models):
     with pytest.raises(ValueError, match=r"begins a conversation, and prompts are text .* \(--chat\)"):
-        Session(models, Settings(drafter="head", system="Be brief."))
-    Session(models, Settings(drafter="head", system="Be brief.", chat=True))
+        Session(models, replace(DEFAULT, system="Be brief."))
+    session = Session(models, replace(DEFAULT, system="Be brief.", chat=True))
+    session.tokenizer = AutoTokenizer.from_pretrained(models.target.name_or_path)
+    session.tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}"
+    session.tokenizer.chat_template += "{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="/system: the model's chat template ignores system messages"):
+        set_to(session, "system Be kind.")
 
 
-def test_filters_come_before_the_temperature():
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0]).log_softmax(-1)
-    probs = Processor("topknucleus", 2.0, 4, 0.9).warpers()(None, logits.clone()[None]).softmax(-1)[0]
-    top = logits.softmax(-1)[:4] / logits.softmax(-1)[:4].sum()
-    kept = top[: int((top.cumsum(0) < 0.9).sum()) + 1]  # the fewest that have 0.9 of the distribution at temperature 1
-    by_hand = kept.sqrt() / kept.sqrt().sum()
-    assert len(kept) == 3 and torch.allclose(probs, torch.cat([by_hand, torch.zeros(3)]))
-    hot = (logits[:4] / 2).softmax(-1)
-    assert int((hot.cumsum(0) < 0.9).sum()) + 1 == 4, "the other order would have kept another nucleus"
-
-
-def test_all_ways_write_the_targets_greedy_text_and_the_figures_are_over_the_target(session, shipped, small):
-    set_to(session, "ngram", "drafter model", "drafter")
-    outcomes = answers(session, "def f(x):")
-    figures = compare_outcomes(list(outcomes.values()))
-    assert list(figures) == ["target alone", "speculative", "n-gram", "draft model alone"]
+def test_two_answers_are_the_targets_greedy_text_and_are_compared_over_one_seed(session, shipped, small):
     inputs = AutoTokenizer.from_pretrained(small)("def f(x):", return_tensors="pt")
-    for name, folder in (("target alone", shipped / "base"), ("draft model alone", small)):
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        wanted = plain.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=LENGTH)
-        assert outcomes[name].token_ids == wanted[0, inputs["input_ids"].shape[1] :].tolist()
-    assert [figures[name]["same_text"] for name in figures] == [True, True, True, False]
-    slow = figures["target alone"]
-    for name, own in figures.items():
-        steps = outcomes[name].steps
-        seconds = sum(step.seconds for step in steps)
-        assert own["tokens"] == LENGTH and own["tokens_per_second"] == pytest.approx(LENGTH / seconds)
-        assert own["speedup"] == pytest.approx(slow["seconds"] / seconds)
-        drafted, accepted = sum(step.drafted[0] for step in steps), sum(step.accepted[0] for step in steps)
-        assert own["acceptance_rate"] == (accepted / drafted if drafted else None)
-    assert [own["distribution"] for own in figures.values()] == ["the target's", "lossless", "lossless", "its own"]
+    plain = AutoModelForCausalLM.from_pretrained(shipped / "base", dtype=torch.float32)
+    wanted = plain.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ].tolist()
+    for draft in ("head", "auto", f"cascade:model:{small}+maxgram"):
+        set_to(session, f"draft {draft}")
+        drafted, alone = pair = answers(session, "def f(x):")
+        assert drafted.token_ids == alone.token_ids == wanted
+        first, second = (console.figures(answer, pair) for answer in pair)
+        assert first["same_text"] and second["speedup"] == 1 and second["accepted_length"] == 1
+        seconds = sum(step.seconds for step in drafted.steps)
+        assert first["tokens"] == LENGTH and first["tokens_per_second"] == pytest.approx(LENGTH / seconds)
+        assert first["speedup"] == pytest.approx(second["seconds"] / seconds)
+        counts = [sum(getattr(step, name)[0] for step in drafted.steps) for name in ("drafted", "accepted")]
+        assert first["acceptance_rate"] == (counts[1] / counts[0] if counts[0] else None)
+    set_to(session, "draft head", "compare accept=fuzzy:kl:3")
+    exact, fuzzy = pair = answers(session, "x = ")
+    assert fuzzy.name == "accept=fuzzy:kl:3" and not console.figures(exact, pair)["same_text"]
 
 
-def test_a_lossy_rule_is_called_so_and_n_grams_without_a_distribution_are_judged_exactly(session):
-    set_to(session, "ngram", "accept fuzzy:kl:3")
-    figures = compare_outcomes(list(answers(session, "x = ").values()))
-    assert figures["speculative"]["distribution"] == "lossy" and not figures["speculative"]["same_text"]
-    assert figures["n-gram"]["distribution"] == "lossless" and figures["n-gram"]["same_text"]
-    set_to(session, "accept typical", "target off")
-    figures = compare_outcomes(list(answers(session, "x = ").values()))
-    assert figures["n-gram"]["distribution"] == "lossy" and figures["n-gram"]["speedup"] is None
-
-
-def test_gamma_is_the_length_of_every_draft(session):
-    set_to(session, "gamma 2", "drafter model")
-    steps = answers(session, "x = ")["speculative"].steps[1:-2]  # towards the end there is room for fewer
-    drafted = {n for step in steps for n in step.drafted}
-    assert drafted == {2}
-    set_to(session, "processor multinomial 1", "target off")
-    (mode,) = session.modes()
-    assert mode.plan.branches == (1, 1), "sampled text is drafted by sampling, where the drafter does so by itself"
-
-
-def test_a_seed_governs_all_ways_and_a_fresh_one_is_drawn_without(session):
-    set_to(session, "processor multinomial 1", "seed 4")
-    first, again, other = (
-        {name: outcome.token_ids for name, outcome in answers(session, "x", seed).items()} for seed in (4, 4, 5)
-    )
-    assert first == again and all(first[name] != other[name] for name in first)
+def test_a_seed_governs_both_answers_and_a_fresh_one_is_drawn_without(session):
+    set_to(session, "temperature 1", "tree chain:3", "seed 4")
+    first, again, other = ([answer.token_ids for answer in answers(session, "x", seed)] for seed in (4, 4, 5))
+    # A walk through drafts that were not sampled draws once a token, as plain decoding does.
+    assert first == again and first[0] == first[1] and first[0] != other[0]
     assert session.seed() == 4
     set_to(session, "seed")
     assert session.seed() != session.seed()  # wrong once in 2^31
 
 
-def test_the_conversation_is_kept_in_the_template_until_it_is_cleared(session):
-    set_to(session, "chat", "system Be brief.")
-    first = answers(session, "hi")
-    session.keep("hi", list(first.values()))
-    session.keep("stopped", [replace(first["target alone"], stopped=True)])
-    answer = first["target alone"].text
-    spelled = session.tokenizer.decode(session.prompt_ids("and?", session.tokenizer))
-    assert spelled == f"<system>Be brief.<user>hi<assistant>{answer}<user>and?<a>"
+def test_the_conversation_is_kept_in_the_template_and_read_once_until_it_is_cleared(session, monkeypatch):
+    set_to(session, "chat on", "system Be brief.", "compare")
+    (first,) = answers(session, "hi")
+    session.turns.append(("hi", first.text))
+    spelled = session.tokenizer.decode(session.prompt_ids("and?"))
+    assert spelled == f"<system>Be brief.<user>hi<assistant>{first.text}<user>and?<a>"
+    read = []
+    real = session.models.target.forward
+    monkeypatch.setattr(
+        session.models.target, "forward", lambda *args, **kwargs: (read.append(kwargs["input_ids"].shape[1]), real(
+            *args, **kwargs))[1],
+    )  # fmt: skip
+    (again,) = answers(session, "and?")
+    assert read[0] < len(session.prompt_ids("and?")), "the first turn is not read again"
+    monkeypatch.undo()
+    kept = list(session.turns)
     session.forget()
-    assert session.tokenizer.decode(session.prompt_ids("a", session.tokenizer)) == "<system>Be brief.<user>a<a>"
-    set_to(session, "chat off")
-    assert session.tokenizer.decode(session.prompt_ids("a", session.tokenizer)) == "a"
-
-
-def test_the_n_gram_storage_is_kept_between_prompts_unless_it_is_reset(session):
-    set_to(session, "ngram", "speculative off", "target off", "top_k_filler 1")
-    context = session.tokenizer("qz")["input_ids"]
-    first, second = (compare_outcomes(list(answers(session, "qzqzqz").values()))["n-gram"] for _ in range(2))
-    assert second["accepted"] > first["accepted"], "the second time the text is known"
-    answers(session, "abc")
-    assert session.storage.next_token(context)[1]
-    set_to(session, "reset_in_between")
-    answers(session, "abc")
-    assert not session.storage.next_token(context, 2)[1]
-    answers(session, "qzqzqz")
-    set_to(session, "set_ngramstorage onelevel 3")
-    assert not session.storage.next_token(context)[1]
+    session.turns = kept
+    assert answers(session, "and?")[0].token_ids == again.token_ids, "and the text is that of the whole prompt"
+    session.forget()
+    assert session.tokenizer.decode(session.prompt_ids("a")) == "<system>Be brief.<user>a<a>"
 
 
 def test_a_text_ends_where_the_models_positions_do(session):
-    set_to(session, "length 400", "speculative off")
-    (outcome,) = answers(session, "a" * 500).values()
-    assert len(outcome.token_ids) == 12 and outcome.full
+    set_to(session, "max_new_tokens 16", "compare")
+    (answer,) = answers(session, "a" * 500)
+    assert len(answer.token_ids) == 12 and answer.full
     with pytest.raises(ValueError, match="512 positions"):
         answers(session, "a" * 512)
-    assert not answers(session, "a" * 100)["target alone"].full
+    assert not answers(session, "a" * 100)[0].full
 
 
 def test_a_stop_ends_the_text_after_the_current_step(session):
@@ -235,37 +183,112 @@ def test_a_stop_ends_the_text_after_the_current_step(session):
         def end(self):
             pass
 
-    outcome = session.run(session.modes()[0], "x = ", 0, streamer=Streamer(), stop=stop)
-    assert outcome.stopped and len(outcome.token_ids) == 5  # the prompt is put first, and the fifth token was under way
-    assert compare_outcomes([outcome])["target alone"]["same_text"] is None
+    set_to(session, "draft none")
+    answer = session.answer(session.ways()[0], "x = ", 0, streamer=Streamer(), stop=stop)
+    assert answer.stopped and len(answer.token_ids) == 5  # the prompt is put first, and the fifth token was under way
+    assert console.figures(answer, [answer, answer])["same_text"] is None
 
 
 def test_a_plain_model_without_a_template_is_drafted_for_by_its_text(small, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(small)
     tokenizer = AutoTokenizer.from_pretrained(small)
     tokenizer.chat_template = None
-    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(small).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    models = Models.load(str(tmp_path), assistant=None, base=None, dtype="auto", device="cpu")
-    assert models.best == "lookup"
-    session = Session(models, Settings(drafter=models.best, length=LENGTH))
-    assert compare_outcomes(list(answers(session, "abab").values()))["speculative"]["same_text"]
+    models = Models.load(str(tmp_path), device="cpu")
+    session = Session(models, replace(GREEDY, draft="auto", chat=None, tree="chain:3"))
+    assert session.options.chat is False and session.ways()[0].name == "lookup, chain:3"
+    pair = answers(session, "abab")
+    assert console.figures(pair[0], pair)["same_text"]
     with pytest.raises(ValueError, match="no chat template"):
-        set_to(session, "chat")
+        set_to(session, "chat on")
     with pytest.raises(ValueError, match="there is no head"):
-        set_to(session, "drafter head")
+        set_to(session, "draft head")
     with pytest.raises(ValueError, match="--base"):
-        Models.load(str(tmp_path), assistant=None, base=str(small), dtype="auto", device="cpu")
+        Models.load(str(tmp_path), base=str(small), device="cpu")
 
 
-def test_a_draft_model_of_another_vocabulary_writes_alone_in_its_own(shipped, small, tmp_path):
+def test_a_draft_model_may_have_another_vocabulary(shipped, small, tmp_path):
+    from tests.support.tiny_models import tiny_llama
+
     tokenizer = AutoTokenizer.from_pretrained(small)
     tokenizer.add_tokens(["def"])
     tokenizer.save_pretrained(tmp_path)
     tiny_llama(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=0).save_pretrained(tmp_path)
-    models = Models.load(str(shipped / "base"), assistant=str(tmp_path), base=None, dtype="auto", device="cpu")
-    session = Session(models, Settings(drafter=models.best, length=LENGTH, alone=True))
-    *_, alone = session.modes()
-    assert session.prompt_ids("def f", alone.tokenizer) != session.prompt_ids("def f", session.tokenizer)
-    figures = compare_outcomes(list(answers(session, "def f").values()))
-    assert figures["speculative"]["same_text"] and figures["draft model alone"]["tokens"] > 0
+    session = Session(Models.load(str(shipped / "base"), device="cpu"), replace(GREEDY, draft=f"model:{tmp_path}"))
+    pair = answers(session, "def f")
+    assert console.figures(pair[0], pair)["same_text"] and pair[0].statistics["drafted"] > 0
+
+
+def test_tab_completes_commands_and_their_values(tmp_path, monkeypatch):
+    for name in ("heads/eagle3", "heads/medusa", "headway", ".hidden"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "heads.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    names = ("auto", "lookup", "maxgram", "head")
+    offered = {
+        "": [], "hello": [], "a /max": [], "/ma": ["/max_new_tokens "], "/dr": ["/draft "], "/cl": ["/clear "],
+        "/t": ["/tree ", "/temperature ", "/top_p ", "/top_k "], "/chat ": ["on ", "off "], "/chat of": ["off "],
+        "/view d": ["depth "], "/chat on o": [], "/accept ex": ["exact "], "/accept ty": ["typical:"],
+        "/accept fuzzy:tv": ["fuzzy:tv:"], "/tree co": ["comb:"], "/tree ": [f"{kind}:" for kind in PLANS],
+        "/draft lo": ["lookup "], "/draft no": ["none "], "/draft mo": ["model:"], "/nonsense ": [], "/seed 1": [],
+        "/draft hea": ["head ", "heads/", "headway/"], "/draft heads/e": ["heads/eagle3/"], "/draft nowhere/": [],
+        f"/draft {tmp_path}/heads/": [f"{tmp_path}/heads/eagle3/", f"{tmp_path}/heads/medusa/"],
+    }  # fmt: skip
+    for line, words in offered.items():
+        assert sorted(completions(line, names)) == sorted(words), line
+    assert "hidden" not in str(completions("/draft ", ()))
+    for name in RULES:
+        assert f"{name}{':' if ':' in RULES.usage(name) else ' '}" in completions("/accept ", names)
+    numbers = {"dynamic": "6,2,2", "best": "6,2,2"}
+    assert all(tree_named(f"{kind}:{numbers.get(kind, 2)}") for kind in PLANS)
+
+
+def test_a_quantisation_without_its_library_or_of_another_size_is_one_line(shipped, capsys, monkeypatch):
+    code, _, err = run(capsys, "chat", shipped / "base", "--quantize", "8")
+    assert code == 2 and err.startswith("specheads: --quantize '8': known: 4bit, 8bit") and err.count("\n") == 1
+    monkeypatch.setattr("specheads.models.base.loading.is_bitsandbytes_available", lambda: False)
+    for kind in ("base", "eagle3"):
+        code, out, err = run(capsys, "chat", shipped / kind, "--quantize", "4bit")
+        assert (code, out) == (2, "") and err.startswith("specheads: --quantize 4bit ") and err.count("\n") == 1
+
+
+def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
+    """Without the library: what its loading is asked for, a plain model instead of it."""
+    asked, real = [], loading.AutoModelForCausalLM.from_pretrained
+
+    def load(source, quantization_config, device_map, **options):
+        asked.append((str(source), quantization_config, device_map))
+        return real(source, **options)
+
+    monkeypatch.setattr("specheads.models.named.quantization", lambda bits, dtype: (bits, dtype))
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
+    Models.load(str(shipped / "base"), device="cpu", quantize="8bit").choose(f"model:{small}")
+    how = ((8, torch.float32), {"": torch.device("cpu")})
+    assert asked == [(str(shipped / "base"), *how), (str(small), *how)]
+
+
+@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+@pytest.mark.parametrize("kind", ["base", "eagle3"])
+def test_a_quantised_target_answers(kind, quantize, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    folder = ship(tmp_path, hidden_size=64, intermediate_size=128)  # its 4 bits share a scale among 64 weights
+    models = Models.load(str(folder / kind), device="cpu", quantize=quantize)
+    small = models.choose(f"model:{folder / 'base'}")[1].small
+    layer = "Linear4bit" if quantize == "4bit" else "Linear8bitLt"
+    for model in (models.target, small):
+        assert layer in {type(module).__name__ for module in model.modules()}
+    session = Session(models, replace(GREEDY, draft=f"model:{folder / 'base'}", max_new_tokens=8))
+    drafted, alone = answers(session, "x = ")
+    assert len(alone.token_ids) == 8
+    if quantize == "4bit":  # the eighth bit rounds activations by what else is in a pass
+        assert drafted.token_ids == alone.token_ids
+
+
+def test_the_record_of_a_prompt_has_the_settings_that_were_typed(shipped, capsys, monkeypatch, tmp_path):
+    (tmp_path / "input").write_text("/tree chain:2\nx = \n", "utf8")
+    with open(tmp_path / "input", encoding="utf8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        out = run(capsys, "chat", shipped / "eagle3", "--max-new-tokens", 4, "--no-chat", "--json")[1]
+    record = json.loads(out)
+    assert set(record["settings"]) == set(SETTINGS) and record["settings"]["tree"] == "chain:2"
+    assert record["drafter"] == "eagle3 head, chain:2" and record["compared"] is None and record["speedup"] is None

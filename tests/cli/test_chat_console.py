@@ -1,8 +1,6 @@
-"""The console from outside: in a pipe, in a terminal, under Ctrl-C; and how its entries are read and drafts shown."""
+"""The console from outside: in a pipe, in a terminal, under Ctrl-C; and how its entries are read."""
 
 import fcntl
-import io
-import itertools
 import json
 import os
 import pty
@@ -13,23 +11,18 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 
 import pytest
-import rich.console
-import torch
-from transformers import AutoTokenizer
 
-from specheads.cli.chat.interrupt import stoppable
+from specheads.cli.chat.console import Console
 from specheads.cli.chat.lines import Entry, read_entry
-from specheads.cli.chat.session import Session
-from specheads.cli.chat.settings import COMMANDS, Settings
-from specheads.cli.chat.steps import Watched, rejected_path
-from specheads.cli.chat.view import StepStream
-from specheads.decoding.tree import DraftTree
+from specheads.cli.chat.session import Session, stoppable
+from specheads.cli.chat.settings import COMMANDS, SETTINGS
+from specheads.cli.options.decode import ChatOptions
 from specheads.models.named import Models
 from tests.support.command_line import CONTROL, run, ship
 from tests.support.paths import ROOT
-from tests.support.tiny_models import tiny_llama
 
 LENGTH = 16
 ENDLESS = 20_000  # tokens that nobody waits for
@@ -58,14 +51,16 @@ def piped(shipped, capsys, monkeypatch, tmp_path):
     return through
 
 
-def test_a_pipe_is_answered_without_prompts_or_colours(piped):
-    code, out, err = piped("/debug\nx = \n/help\n/length 0\n", "--no-chat")
+def test_a_pipe_is_answered_without_prompts_or_colours(piped, shipped, capsys):
+    code, out, err = piped("x = \n/help\n/max_new_tokens 0\n", "--no-chat", "--view", "depth")
     assert code == 1 and not COLOUR.search(out) and not CONTROL.search(err)
-    assert out.startswith("target alone"), "a prompt sign would stand before it"
-    assert "target alone" in out and "accepted length" in out and "1.00×" in out
-    assert "/length: length 0 " in err
-    assert all(f"/{name}" in err for name in COMMANDS)
-    assert re.search(r"/debug.*steps", err) and re.search(r"/length N +16", err), "and what is set"
+    ask = ("generate", shipped / "eagle3", "--prompt", "x = ", "--max-new-tokens", LENGTH, "--json")
+    assert out == json.loads(run(capsys, *ask)[1])["text"] + "\n", "nothing else is on stdout"
+    assert "accepted length" in err and "16 tokens, " in err and "were accepted drafts" in err
+    assert "/max_new_tokens: max_new_tokens 0 " in err
+    assert all(f"/{name}" in err for name in (*COMMANDS, *SETTINGS)) and re.search(r"/max_new_tokens +16", err)
+    code, out, err = piped("x = \n", "--no-chat", "--compare", "draft=none")
+    assert code == 0 and out.startswith("auto\n") and "1.00×" in out and "accepted length" in out
 
 
 def test_quit_leaves_and_what_follows_is_not_read(piped):
@@ -73,70 +68,97 @@ def test_quit_leaves_and_what_follows_is_not_read(piped):
     assert code == 0 and not out
 
 
-@pytest.mark.parametrize("failing", ["/lenght 5", "/length 0", "a" * 600, "/target off\n/speculative off\nx"])
-def test_a_pipe_in_which_something_failed_ends_with_1_and_the_rest_is_answered(piped, failing):
-    code, out, _ = piped(f"{failing}\n/target on\nx = \n", "--no-chat")
-    assert code == 1 and "tokens/s" in out
-    assert piped("/length 5\nx = \n", "--no-chat")[0] == 0
-
-
-def test_the_cache_is_said_to_be_always_on(piped):
-    _, _, err = piped("/cache\n")
-    assert "/cache: on" in err and "always on" in err
+def test_a_pipe_in_which_something_failed_ends_with_1_and_the_rest_is_answered(piped):
+    for failing in ("/lenght 5", "/seed x", "a" * 600):
+        code, out, err = piped(f"{failing}\nx = \n", "--no-chat")
+        assert code == 1 and out and "tokens/s" in err
+    assert piped("/seed 5\nx = \n", "--no-chat")[0] == 0
 
 
 def test_json_gives_an_object_a_prompt_and_nothing_else_on_stdout(piped):
-    code, out, err = piped("/ngram\nx = \n/tree chain:2\ny = \n/target off\n/speculative off\n/ngram\nz\n", "--json",
-                           "--no-chat", "--seed", 3)  # fmt: skip
-    first, second = map(json.loads, out.splitlines())
-    assert code == 1 and first["prompt"] == "x = " and list(first["modes"]) == ["target alone", "speculative", "n-gram"]
-    assert second["settings"]["tree"] == "chain:2" and second["seed"] == 3
-    texts = {mode["text"] for mode in first["modes"].values()}
-    assert len(texts) == 1 and all(mode["same_text"] for mode in first["modes"].values())
-    assert "no decoder is switched on" in err
-
-
-def test_all_ways_of_a_prompt_share_its_fresh_seed(piped):
-    _, out, _ = piped("x = \nx = \n", "--json", "--no-chat", "--temperature", 1)
-    first, second = map(json.loads, out.splitlines())
-    # A walk through drafts that were not sampled draws once a token, as the target alone does.
-    assert first["modes"]["speculative"]["same_text"] and second["modes"]["speculative"]["same_text"]
-    assert first["seed"] != second["seed"]
-    assert first["modes"]["target alone"]["token_ids"] != second["modes"]["target alone"]["token_ids"]
-
-
-def test_one_way_that_fails_leaves_the_others(piped, shipped, tmp_path):
-    AutoTokenizer.from_pretrained(shipped / "base").save_pretrained(tmp_path)
-    tiny_llama(vocab_size=258, num_hidden_layers=1, max_position_embeddings=8).save_pretrained(tmp_path)
-    code, out, err = piped("/drafter on\n" + "a" * 20 + "\n", "--json", "--no-chat", "--assistant", tmp_path)
-    modes = json.loads(out)["modes"]
-    assert code == 1 and modes["target alone"]["tokens"] == LENGTH
-    assert "positions" in modes["speculative"]["error"] and "positions" in err
+    lines = "x = \n/temperature 1\n/seed\nx = \nx = \n"
+    code, out, _ = piped(lines, "--json", "--no-chat", "--seed", 3, "--tree", "chain:2", "--compare", "draft=none")
+    first, second, third = map(json.loads, out.splitlines())
+    assert code == 0 and first["prompt"] == "x = " and first["seed"] == 3 and first["settings"]["tree"] == "chain:2"
+    for record in (first, second, third):
+        assert record["same_text"] and record["text"] == record["compared"]["text"]
+    assert second["seed"] != third["seed"] and second["token_ids"] != third["token_ids"]
 
 
 def test_a_conversation_continues_and_clear_forgets_it(piped, shipped, capsys):
     _, out, _ = piped("hi\nand?\n/clear\nhi\n", "--json")
-    first, second, again = (json.loads(line)["modes"]["target alone"]["text"] for line in out.splitlines())
+    first, second, again = (json.loads(line)["text"] for line in out.splitlines())
     ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--draft", "none", "--prompt")
     assert first == again == json.loads(run(capsys, *ask, "<user>hi<a>")[1])["text"]
     whole = f"<user>hi<assistant>{first}<user>and?<a>"
     assert second == json.loads(run(capsys, *ask, whole)[1])["text"]
 
 
+def test_what_the_console_does_not_know_is_answered_in_one_line_with_the_nearest(offline, piped, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    asked = {
+        "/max_new_token 5": "unknown command /max_new_token; did you mean /max_new_tokens? /help lists all",
+        "/zzz": "unknown command /zzz; /help lists all",
+        "/": "unknown command /; /help lists all",
+        "/accept exakt": "/accept: accept 'exakt': unknown rule 'exakt'; did you mean 'exact'? expected exact, block",
+        "/tree chian:4": "/tree: tree 'chian:4': unknown tree 'chian'; did you mean 'chain'? expected chain:DEPTH",
+        "/draft lokup": "/draft: unknown drafter 'lokup'; did you mean 'lookup'?",
+        "/draft nonsense": "/draft: ",
+        f"/draft {tmp_path}/broken": "/draft: ",
+        "/chat onn": "/chat: 'onn' is neither on nor off",
+        "/seed 3": "/seed: 3",
+    }
+    code, _, err = piped("".join(f"{line}\n" for line in asked), "--no-chat")
+    assert code == 1 and len(err.splitlines()) == len(asked) and "Traceback" not in err
+    for line, message in zip(err.splitlines(), asked.values(), strict=True):
+        assert line.startswith(message)
+
+
+def test_no_error_of_a_command_costs_the_models_that_are_loaded(piped, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("size mismatch\nfor lm_head")
+
+    monkeypatch.setattr("specheads.models.named.load_head", fail)
+    monkeypatch.setattr("specheads.models.named.refuse_adapters", lambda name: None)
+    monkeypatch.setattr("specheads.models.named.refuse_unknown_name", lambda *given: None)
+    monkeypatch.setattr("specheads.models.named.holds_head", lambda name: "eagle3" in name)
+    code, _, err = piped("/draft other/eagle3\n/seed 3\n")
+    assert code == 1
+    assert err.splitlines() == ["RuntimeError: size mismatch for lm_head (SPECHEADS_DEBUG=1 shows where)", "/seed: 3"]
+    monkeypatch.setenv("SPECHEADS_DEBUG", "0")
+    assert piped("/draft other/eagle3\n")[0] == 1
+    monkeypatch.setenv("SPECHEADS_DEBUG", "1")
+    with pytest.raises(RuntimeError):
+        piped("/draft other/eagle3\n")
+
+
+def test_what_is_not_utf8_is_one_line_and_changes_nothing(shipped):
+    models = Models.load(str(shipped / "eagle3"), device="cpu")
+    console = Console(Session(models, ChatOptions(model="", max_new_tokens=4, chat=True)))
+    for entry, what in (
+        (Entry("a\udcff"), "the prompt"),
+        (Entry("system a\udcff", command=True), "the system message"),
+    ):
+        with pytest.raises(ValueError, match=f"{what} is not UTF-8 text: .* byte 0xff in position 1"):
+            console.do(entry)
+    assert console.session.options == replace(console.session.options, system=None) and not console.session.turns
+
+
 def entries(*lines):
-    given, found = iter(lines), []
+    typed, read = iter(lines), []
 
     def ask(prompt):
         try:
-            return next(given)
+            return next(typed)
         except StopIteration:
             raise EOFError from None
 
     while True:
         try:
-            found.append(read_entry(ask))
+            read.append(read_entry(ask))
         except EOFError:
-            return found
+            return read
 
 
 def test_an_entry_may_have_several_lines():
@@ -148,65 +170,12 @@ def test_an_entry_may_have_several_lines():
     assert entries("/system a\\", "b") == [Entry("system a\nb", command=True)]
 
 
-def test_the_first_path_after_what_was_accepted_is_shown_as_rejected():
-    #      root 9: 1 (3 (5), 4), 2;  an unused slot
-    tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4, 5, 9]]), torch.tensor([[-1, 0, 0, 1, 1, 3, -1]]), 3)
-    assert rejected_path(tree, []) == [1, 3, 5]
-    assert rejected_path(tree, [1]) == [3, 5]
-    assert rejected_path(tree, [2]) == rejected_path(tree, [1, 4]) == rejected_path(tree, [1, 3, 5]) == []
-
-
-class Numbers:
-    """A tokenizer that spells each token as its number."""
-
-    def decode(self, ids, **kwargs):
-        return "".join(f"{token} " for token in ids)
-
-
-class Spy(Watched):
-    """Notes the drafts of chains."""
-
-    drafts = ()
-
-    def propose(self, *args):
-        tree = super().propose(*args)
-        self.drafts = (*self.drafts, tree.tokens[0, 1:].tolist())
-        return tree
-
-
-@pytest.mark.parametrize("rule", ["exact", "typical:0.01", "fuzzy:random:0.7"])
-def test_debug_marks_accepted_and_rejected_drafts_where_they_are(rule, shipped):
-    models = Models.load(str(shipped / "eagle3"), assistant=None, base=None, dtype="auto", device="cpu")
-    settings = Settings(target=False, drafter="head", gamma=3, length=40, accept=rule)
-    session = Session(models, settings)
-    (mode,) = session.modes()
-    spy, paper = Spy(mode.drafter), io.StringIO()
-    stream = StepStream(rich.console.Console(file=paper), Numbers(), spy)
-    outcome = session.run(mode, "x = ", 0, drafter=spy, streamer=stream)
-    stream.close(outcome.steps[-1].accepted[0])
-    wanted, spell = f"{outcome.token_ids[0]} ", Numbers().decode
-    for step, draft in itertools.zip_longest(outcome.steps[1:], spy.drafts, fillvalue=[]):  # the last may have none
-        (gained,), (kept,) = step.tokens, step.accepted
-        own = gained[kept:]
-        wanted += f"{{+{spell(gained[:kept])}+}}" if kept else ""
-        wanted += f"[-{spell(draft[kept:])}-]" if own and draft[kept:] else ""
-        wanted += spell(own)
-    assert paper.getvalue() == wanted and "[-" in wanted and (rule == "exact" or "{+" in wanted)
-    assert stream.depths == [d if d <= n else 0 for step, n in
-                             ((step, step.accepted[0]) for step in outcome.steps)
-                             for d in range(1, len(step.tokens[0]) + 1)]  # fmt: skip
-
-
-def test_debug_colours_on_a_terminal():
-    paper = io.StringIO()
-    stream = StepStream(rich.console.Console(file=paper, force_terminal=True, color_system="standard"), Numbers(),
-                        Watched(None))  # fmt: skip
-    stream.put(torch.tensor([5]))
-    stream.put(torch.tensor([6]))
-    stream.watched.tree = DraftTree.chains(torch.tensor([6]), [[7, 8]])
-    stream.put(torch.tensor([7, 9]))
-    stream.close(1)
-    assert paper.getvalue() == "\x1b[34m6 \x1b[0m\x1b[32m7 \x1b[0m\x1b[9;31m8 \x1b[0m\x1b[34m9 \x1b[0m"
+def test_a_typed_escape_is_a_newline_or_a_tab():
+    assert entries(r"a\nb\tc") == [Entry("a\nb\tc")]
+    assert entries(r"print('a\\n')") == [Entry(r"print('a\n')")], "two backslashes give the two characters"
+    assert entries(r'"""print(a\n)"""') == [Entry(r"print(a\n)")], "between three quotes all is as it is"
+    assert entries(r"C:\\dir \alpha \\\\ \d") == [Entry(r"C:\\dir \alpha \\\\ \d")], "no other backslash means anything"
+    assert entries(r"/draft C:\new") == [Entry(r"draft C:\new", command=True)], "nor one in a command"
 
 
 class Terminal:
@@ -216,7 +185,7 @@ class Terminal:
         self.master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "specheads_cli", "chat", *map(str, arguments)], stdin=slave, stdout=slave,
+            [sys.executable, "-m", "specheads", "chat", *map(str, arguments)], stdin=slave, stdout=slave,
             stderr=slave, env=environment, cwd=ROOT, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
@@ -263,27 +232,24 @@ def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
 
 
 def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
-    terminal = Terminal(endless, "--no-chat", "--max-new-tokens", ENDLESS)
+    terminal = Terminal(endless, "--no-chat", "--max-new-tokens", ENDLESS, "--compare", "draft=none")
     try:
         terminal.wait_for("> ")
         terminal.type("x = \n")
-        terminal.wait_for("a token a step")
+        terminal.wait_for("auto")
         terminal.type("\x03")
         terminal.wait_for("stopped")
-        terminal.wait_for("target alone (stopped)")
+        terminal.wait_for("auto (stopped)")
         terminal.wait_for("> ")
-        terminal.type("/len\t4\n")  # Tab completes it
-        terminal.wait_for("/length: 4")
-        terminal.wait_for("> ")
-        terminal.type("/lenght 4\n")
-        terminal.wait_for("did you mean /length")
+        terminal.type("/max\t4\n")  # Tab completes it
+        terminal.wait_for("/max_new_tokens: 4")
         terminal.wait_for("> ")
         terminal.type("/chat of\t\n")
         terminal.wait_for("/chat: off")
         terminal.wait_for("> ")
         terminal.type('"""y\n= """\n')
-        figures = terminal.wait_for("lossless")
-        assert re.search(r"speculative +4 ", figures) and "\x1b[1m" in figures
+        figures = terminal.wait_for("speed-up") + terminal.wait_for("1.00×")
+        assert re.search(r"auto +4 ", figures) and "\x1b[1m" in figures
         terminal.wait_for("> ")
         terminal.type("abc")
         terminal.wait_for("abc")
@@ -292,7 +258,7 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
         terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(WAIT) == 0, "whoever types has seen what failed"
+        assert terminal.process.wait(WAIT) == 0
     finally:
         terminal.process.kill()
         terminal.process.wait()
@@ -301,18 +267,16 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_text_and_not_the_program_in_a_pipe(endless):
-    command = [sys.executable, "-m", "specheads_cli", "chat", endless, "--no-chat", "--max-new-tokens", str(ENDLESS)]
+    command = [sys.executable, "-m", "specheads", "chat", endless, "--no-chat", "--max-new-tokens", str(ENDLESS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        process.stdin.write(b"x = \n/length 4\nx = \n")
+        process.stdin.write(b"x = \n/max_new_tokens 4\nx = \n")
         process.stdin.close()
-        assert process.stdout.readline().startswith(b"target alone")
         process.stdout.read(20)  # it writes
         process.send_signal(signal.SIGINT)
         out, err = (stream.read().decode(errors="replace") for stream in (process.stdout, process.stderr))
         assert process.wait(WAIT) == 0
-        assert "target alone (stopped)" in out and re.search(r"speculative +4 ", out) and "stopped" in err
-        assert not COLOUR.search(out)
+        assert "stopped" in err and "4 tokens, " in err and not COLOUR.search(out)
     finally:
         process.kill()
         process.wait()

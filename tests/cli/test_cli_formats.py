@@ -7,15 +7,13 @@ import torch
 
 from specheads import SpecModel
 from tests.reference import foreign
-from tests.support.command_line import run
+from tests.support.command_line import run, ship
 
 
-@pytest.fixture
-def small(tmp_path):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
     """A head for a base of 8 layers, on disk."""
-    from tests.support.command_line import ship
-
-    return ship(tmp_path / "shipped", num_hidden_layers=8)
+    return ship(tmp_path_factory.mktemp("shipped"), num_hidden_layers=8)
 
 
 def test_a_head_goes_out_and_comes_back(small, tmp_path, capsys):
@@ -56,41 +54,42 @@ def test_an_export_does_not_replace_the_current_directory(small, tmp_path, capsy
     assert run(capsys, "export", small / "eagle3", "inside", "--to", "vllm")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("export {small}/eagle3 {tmp}/out", "--to"),
-        ("export {small}/eagle3 {tmp}/out --to vlm", "did you mean 'vllm'"),
-        ("export {small}/eagle3 {small} --to vllm", "is not an empty directory; give a new one"),
-        ("export {small}/eagle3 {tmp}/out --to medusa", "no form for a head of kind eagle3; formats that can: eagle,"),
-        ("export {small}/eagle3 {tmp}/out --to vllm --dtype int8", "--dtype 'int8' is unknown; expected float32"),
-        ("export {small}/base {tmp}/out --to vllm", "not the config of a draft head"),
-        ("export {small}/eagle3 {tmp}/out --to vllm --base {tmp}/none", "/none"),
-        ("import {small}/base {tmp}/out --base {small}/base", "not the config of a draft head"),
-        ("import {tmp}/none {tmp}/out", "none "),
-        ("import {tmp}/theirs {tmp}/out", "does not name the base it was trained for; give it with --base"),
-        (
-            "import {tmp}/theirs {tmp}/out --base {small}/base",
-            "which can run code; --allow-pickle of `specheads import`",
-        ),
-        (
-            "import {tmp}/theirs {tmp}/out --base {small}/base --allow-pickle",
-            "made for another base: vocab_size is 258",
-        ),
-        (
-            "import {tmp}/theirs {tmp}/theirs --base {small}/base --allow-pickle",
-            "is not an empty directory; give a new one",
-        ),
-        (
-            "import {tmp}/theirs {tmp}/run --base {small}/base --allow-pickle",
-            "run exists and is not an empty directory",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(line, said, small, tmp_path, capsys):
+BAD_INPUT = [
+    ("export {small}/eagle3 {tmp}/out", "--to"),
+    ("export {small}/eagle3 {tmp}/out --to vlm", "did you mean 'vllm'"),
+    ("export {small}/eagle3 {small} --to vllm", "is not an empty directory; give a new one"),
+    ("export {small}/eagle3 {tmp}/out --to medusa", "no form for a head of kind eagle3; formats that can: eagle,"),
+    ("export {small}/eagle3 {tmp}/out --to vllm --dtype int8", "--dtype 'int8' is unknown; expected float32"),
+    ("export {small}/base {tmp}/out --to vllm", "not the config of a draft head"),
+    ("export {small}/eagle3 {tmp}/out --to vllm --base {tmp}/none", "/none"),
+    ("import {small}/base {tmp}/out --base {small}/base", "not the config of a draft head"),
+    ("import {tmp}/none {tmp}/out", "none "),
+    ("import {tmp}/theirs {tmp}/out", "does not name the base it was trained for; give it with --base"),
+    (
+        "import {tmp}/theirs {tmp}/out --base {small}/base",
+        "which can run code; --allow-pickle of `specheads import`",
+    ),
+    (
+        "import {tmp}/theirs {tmp}/out --base {small}/base --allow-pickle",
+        "made for another base: vocab_size is 258",
+    ),
+    (
+        "import {tmp}/theirs {tmp}/theirs --base {small}/base --allow-pickle",
+        "is not an empty directory; give a new one",
+    ),
+    (
+        "import {tmp}/theirs {tmp}/run --base {small}/base --allow-pickle",
+        "run exists and is not an empty directory",
+    ),
+]
+
+
+def test_bad_input_is_one_line(small, tmp_path, capsys):
     foreign.eagle3(tmp_path / "theirs", "eagle")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results.json").write_text('{"eval_accepted_length": 3.0}')
-    code, out, err = run(capsys, *(word.format(small=small, tmp=tmp_path) for word in line.split()))
-    (told,) = [text for text in err.splitlines() if text.startswith("specheads: ")]
-    assert code == 2 and not out and said in told and not (tmp_path / "out").exists()
+    for line, message in BAD_INPUT:
+        code, out, err = run(capsys, *(word.format(small=small, tmp=tmp_path) for word in line.split()))
+        ours = [text for text in err.splitlines() if text.startswith("specheads: ")]
+        assert code == 2 and not out and len(ours) == 1 and message in ours[0], (line, err)
+        assert not (tmp_path / "out").exists()

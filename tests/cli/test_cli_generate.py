@@ -1,37 +1,42 @@
 """specheads generate, info."""
 
+import inspect
 import json
 import re
 import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-import specheads_cli as cli
-from specheads.cli.commands import generate
+import specheads
+from specheads.cli import program as cli
+from specheads.cli import text
 from specheads.models.convert import convert
 from tests.support.command_line import CONTROL, run
 from tests.support.tiny_models import tiny_llama
 
 
-@pytest.mark.parametrize("tree", ["chain:2", "comb:2,3", "dynamic:9,2,3", "static", "static:8", "sampled:2,1"])
-@pytest.mark.parametrize("head", ["medusa", "eagle3"])
-@pytest.mark.sampled(5)
-def test_generate_gives_the_same_text_whatever_the_tree(head, tree, shipped, capsys):
-    ask = ("generate", shipped / head, "--prompt", "def f(", "--max-new-tokens", 16, "--json")
-    plain = json.loads(run(capsys, *ask, "--draft", "none")[1])
-    code, out, _ = run(capsys, *ask, "--tree", tree)
-    record = json.loads(out)
-    assert code == 0 and record["text"] == plain["text"] and record["token_ids"] == plain["token_ids"]
-    assert plain["draft_depths"] == [0] * 16 and record["statistics"]["drafted"] > 0
-    assert sum(depth > 0 for depth in record["draft_depths"]) == record["statistics"]["accepted"]
+def test_generate_gives_the_same_text_whatever_the_tree(shipped, capsys):
+    for head, trees in {
+        "medusa": ("chain:2", "dynamic:9,2,3", "static:8"),
+        "eagle3": ("comb:2,3", "sampled:2,1"),
+    }.items():
+        ask = ("generate", shipped / head, "--prompt", "def f(", "--max-new-tokens", 16, "--json")
+        plain = json.loads(run(capsys, *ask, "--draft", "none")[1])
+        assert plain["draft_depths"] == [0] * 16 and plain["drafter"] is None
+        for tree in trees:
+            code, out, _ = run(capsys, *ask, "--tree", tree)
+            record = json.loads(out)
+            assert code == 0 and record["text"] == plain["text"] and record["token_ids"] == plain["token_ids"]
+            assert record["statistics"]["drafted"] > 0 and record["tree"] == tree
+            assert sum(depth > 0 for depth in record["draft_depths"]) == record["statistics"]["accepted"]
 
 
-@pytest.mark.parametrize("how", [["--stream"], ["--no-stream"]])
-def test_the_text_goes_to_stdout_whole_and_plain_without_a_terminal(how, shipped, capsys):
+def test_the_text_goes_to_stdout_whole_and_plain_without_a_terminal(shipped, capsys):
     ask = ("generate", shipped / "eagle3", "--prompt", "x = ", "--max-new-tokens", 24)
     wanted = json.loads(run(capsys, *ask, "--json")[1])["text"]
-    code, out, err = run(capsys, *ask, *how)
+    code, out, err = run(capsys, *ask)
     assert code == 0 and out == wanted + "\n"
     assert "24 tokens in" in err and "accepted length" in err and not CONTROL.search(err)
 
@@ -46,7 +51,7 @@ def test_a_text_that_breaks_off_ends_its_line(error, shipped, capsys, monkeypatc
             streamer.put(ids)
         raise error
 
-    monkeypatch.setattr(generate, "generate", breaks)
+    monkeypatch.setattr(text, "generate", breaks)
     ask = ("generate", shipped / "medusa", "--prompt", "x = ")
     code, out, err = run(capsys, *ask)
     assert code in (2, 130) and out.endswith("\n") and len(out) > 1
@@ -55,12 +60,11 @@ def test_a_text_that_breaks_off_ends_its_line(error, shipped, capsys, monkeypatc
     assert run(capsys, *ask)[1] == ""
 
 
-def test_a_prompt_comes_from_a_file_or_from_stdin_too(shipped, tmp_path, capsys, monkeypatch):
+def test_a_prompt_comes_from_stdin_too(shipped, tmp_path, capsys, monkeypatch):
     ask = ("generate", shipped / "medusa", "--max-new-tokens", 8, "--json")
     given = run(capsys, *ask, "--prompt", "import os\n")[1]
     file = tmp_path / "prompt.txt"
     file.write_text("import os\n", "utf-8-sig")  # with a byte order mark, as editors on Windows save it
-    assert json.loads(run(capsys, *ask, "--prompt-file", file)[1])["text"] == json.loads(given)["text"]
     with open(file, encoding="utf8") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert json.loads(run(capsys, *ask)[1])["text"] == json.loads(given)["text"]
@@ -96,6 +100,27 @@ def test_a_seed_gives_the_same_sample_and_another_seed_another(shipped, capsys):
     assert text(1) == text(1) != text(2)
 
 
+def test_python_takes_the_text_that_the_command_takes(shipped, small, capsys):
+    model = specheads.SpecModel.from_pretrained(shipped / "eagle3", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
+    inputs = tokenizer("def f(", return_tensors="pt")
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    ask = ("generate", shipped / "eagle3", "--prompt", "def f(", "--max-new-tokens", 12, "--json", "--draft")
+    names = inspect.signature(specheads.SpecModel.generate).parameters
+    assert {"draft", "tree", "accept", "seed"} <= set(names) and names["draft"].default == "auto"
+    for draft in ("head", "lookup", f"model:{small}", str(shipped / "medusa"), f"cascade:model:{small}+maxgram"):
+        record = json.loads(run(capsys, *ask, draft)[1])
+        out = model.generate(**inputs, draft=draft, **options)
+        assert out.sequences[0, inputs["input_ids"].shape[1] :].tolist() == record["token_ids"]
+        assert out.statistics()["drafted"] == record["statistics"]["drafted"], draft
+    plain = specheads.generate(model.base, **inputs, draft=f"model:{small}", tree="adaptive:4", **options)
+    assert plain.sequences.equal(out.sequences) and plain.statistics()["drafted"] > 0
+    with pytest.raises(ValueError, match="unknown drafter 'lokup'; did you mean 'lookup'"):
+        model.generate(**inputs, draft="lokup", **options)
+    with pytest.raises(FileNotFoundError, match="nowhere/at/all"):
+        model.generate(**inputs, draft="nowhere/at/all", **options)
+
+
 def test_info_says_what_a_checkpoint_holds(shipped, capsys):
     record = json.loads(run(capsys, "info", shipped / "eagle3", "--json")[1])
     assert record["kind"] == "eagle3" and record["base"] == "../base" and record["options"]["steps"] == 2
@@ -106,15 +131,3 @@ def test_info_says_what_a_checkpoint_holds(shipped, capsys):
     assert json.loads(run(capsys, "info", shipped / "medusa", "--json")[1])["tapped_layers"] == [4]
     code, out, _ = run(capsys, "info", shipped / "eagle3")
     assert code == 0 and re.search(r"kind +eagle3", out) and "draft vocabulary" in out
-
-
-def test_info_alone_gives_versions_and_heads(capsys):
-    record = json.loads(run(capsys, "info", "--json")[1])
-    assert record["torch"] == torch.__version__ and record["heads"] == [
-        "medusa",
-        "hydra",
-        "eagle",
-        "eagle3",
-        "mtp",
-        "parallel",
-    ]

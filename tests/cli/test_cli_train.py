@@ -20,20 +20,23 @@ from train import heads
 
 
 def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys, caplog):
-    data, recipe = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
-    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(8)))
+    data, recipe, out_dir = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml", tmp_path / "out"
+    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 3}) + "\n" for i in range(8)))
     recipe.write_text(
-        f"base: {shipped / 'base'}\nhead: {{kind: medusa, num_heads: 3}}\ndata: {{train: {data}, max_length: 32}}\n"
-        "parity: {prompts: 0}\n"
-        f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, report_to: none, per_device_train_batch_size: 2}}\n"
+        f"base: {shipped / 'base'}\nhead: {{kind: medusa, num_heads: 3}}\nparity: {{prompts: 0}}\n"
+        f"data: {{train: {data}, max_length: 32, eval_fraction: 0.25}}\n"
+        f"training: {{output_dir: {out_dir}, max_steps: 1, report_to: none, per_device_train_batch_size: 2,\n"
+        "  eval_strategy: steps, eval_steps: 1}\n"
     )
-    code, out, _ = run(capsys, "train", recipe, "head.num_heads=1")
-    assert code == 0 and f"saved {tmp_path / 'out'}" in out
-    assert json.loads(run(capsys, "info", tmp_path / "out", "--json")[1])["options"]["num_heads"] == 1
-    assert run(capsys, "train", recipe, "head.num_heads=1", "training.resume_from_checkpoint=auto")[0] == 0
-    said = f"{tmp_path / 'out'} holds a finished head: it is replaced when this run ends"
-    assert said not in caplog.text
-    assert run(capsys, "train", recipe)[0] == 0 and said in caplog.text
+    ask = ("train", recipe, "head.num_heads=1")
+    code, out, _ = run(capsys, *ask, "parity.prompts=2", "--json")
+    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1, "one JSON object and nothing else"
+    assert json.loads(run(capsys, "info", out_dir, "--json")[1])["options"]["num_heads"] == 1
+    code, out, _ = run(capsys, *ask, "training.resume_from_checkpoint=auto")
+    assert code == 0 and f"saved {out_dir}" in out
+    message = f"{out_dir} holds a finished head: it is replaced when this run ends"
+    assert message not in caplog.text
+    assert run(capsys, "train", recipe)[0] == 0 and message in caplog.text
     code, _, err = run(capsys, "train", recipe, "training.max_stesp=1")
     assert code == 2 and "max_steps" in err
 
@@ -91,67 +94,50 @@ def test_masks_are_in_colour_on_a_terminal():
     assert re.search(r"<5>\x1b\[0m\x1b\[1;32m<6>", console.file.getvalue()) and "⟦" not in console.file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("learning_rate=fast", "training.learning_rate='fast': expected a number"),
-        ("report_to=wandb", "training.report_to=wandb: wandb is not installed; pip install wandb, or give training."),
-        ("report_to=tensorboard", "training.report_to=tensorboard: tensorboard is not installed; pip install tensor"),
-    ],
-)
-def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, monkeypatch, override, message):
+def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, monkeypatch):
     """Of the program and of the script that `accelerate launch` starts."""
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
-    given = ["recipes/medusa.yaml", "training.bf16=false", "training.output_dir=nowhere", f"training.{override}"]
-    code, out, err = run(capsys, "train", *given)
-    assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(f"specheads: {message}")
-    assert heads.main(given) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and said.startswith(f"train/heads.py: {message}")
+    for override, message in {
+        "learning_rate=fast": "training.learning_rate='fast': expected a number",
+        "report_to=wandb": "training.report_to=wandb: wandb is not installed; pip install wandb, or give training.",
+    }.items():
+        given = ["recipes/medusa.yaml", "training.bf16=false", "training.output_dir=nowhere", f"training.{override}"]
+        code, out, err = run(capsys, "train", *given)
+        assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(f"specheads: {message}")
+        assert heads.main(given) == 2
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1 and err.startswith(f"train/heads.py: {message}")
 
 
-@pytest.mark.parametrize("option", ["--processes=1", "--distributed=ddp"])
-def test_what_only_a_dry_run_reads_is_refused_by_a_run_that_trains(capsys, option):
-    """Of the program and of the script that `accelerate launch` starts."""
-    given = ["recipes/medusa.yaml", "training.output_dir=nowhere", "base=nobody/nothing", option]
-    code, out, err = run(capsys, "train", *given)
-    said = f"{option.replace('=', ' ')} would have no effect without --dry-run"
-    assert (code, out, len(err.splitlines())) == (2, "", 1) and said in err and "`accelerate launch`" in err
-    assert heads.main(given) == 2
-    assert said in capsys.readouterr().err
+@pytest.fixture
+def demo(shipped, tmp_path, capsys, monkeypatch):
+    """Run a short demo, with these changes of story's names."""
+    monkeypatch.setattr(story, "NEW_TOKENS", 8)
+    monkeypatch.setattr(story, "NUM_PROMPTS", 1)
+
+    def run_demo(*words, **changes):
+        for name, value in changes.items():
+            monkeypatch.setattr(story, name, value)
+        options = ("--checkpoints", shipped, "--minutes", 0.02, "--output", tmp_path / "head")
+        return run(capsys, "demo", *options, *words)
+
+    return run_demo
 
 
-def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):
-    rows = [{"text": "def f(x):\n    return x\n" * 3}] * 8
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
-    code, out, _ = run(
-        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2",
-        "head.draft_vocab_size=60", f"data.train={data}", "data.split=train", "data.eval_fraction=0.25",
-        "data.max_length=32", f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
-        "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",
-        "training.gradient_accumulation_steps=1", "parity.prompts=2", "--json",
-    )  # fmt: skip
-    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1
-
-
-def test_the_demo_runs_end_to_end(shipped, tmp_path, capsys):
-    code, out, err = run(
-        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.05, "--num-prompts", 2, "--max-new-tokens", 12,
-        "--output", tmp_path / "head", "--json",
-    )  # fmt: skip
+def test_the_demo_runs_end_to_end(demo, tmp_path, capsys):
+    code, out, err = demo("--json", NEW_TOKENS=12, NUM_PROMPTS=2)
     assert code == 0, out + err
-    assert not CONTROL.search(err)
-    figures, out = json.loads(out), err  # the story
-    assert figures["same_text"] is True and "every text is the same" in out
+    assert "\x1b[" not in err
+    figures, story_text = json.loads(out), err
+    assert figures["same_text"] is True and "every text is the same" in story_text
     names = ["transformers generate", "our loop, no drafts", "Medusa", "EAGLE-3", "EAGLE-3, just trained"]
-    assert list(figures["decoders"]) == names and all(name in out for name in names)
-    assert "no EAGLE-1 head at" in out  # none was made here
-    assert figures["training"]["steps"] >= 1 and figures["training"]["tokens"] > 0
+    assert list(figures["decoders"]) == names and all(name in story_text for name in names)
+    assert "no EAGLE-1 head at" in story_text  # none was made here
+    assert "were accepted drafts" in story_text and figures["training"]["tokens"] > 0
     assert json.loads(run(capsys, "info", tmp_path / "head", "--json")[1])["kind"] == "eagle3"
 
 
-def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeypatch):
+def test_the_demo_notices_a_text_that_differs(demo, monkeypatch):
     real = racers.specheads_generate
 
     def wrong(model, length, **kwargs):
@@ -165,31 +151,14 @@ def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeyp
         return run
 
     monkeypatch.setattr(racers, "specheads_generate", wrong)
-    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [])  # a process of its own, which takes long to start
-    code, out, _ = run(
-        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
-        "--output", tmp_path / "head",
-    )  # fmt: skip
+    code, out, _ = demo(show_elsewhere=lambda *args: [])
     assert code == 1 and "not every text is the same" in out and "from token 4 on" in out
+    assert "the restored process wrote another text" in out
 
 
-@pytest.mark.slow
-def test_the_demo_notices_a_restored_head_that_writes_otherwise(shipped, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [[5] * 8])
-    code, out, _ = run(
-        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
-        "--output", tmp_path / "head",
-    )  # fmt: skip
-    assert code == 1 and "not every text is the same: the restored process wrote another text" in out
-
-
-def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [])
-    monkeypatch.setattr(story, "differences", lambda *args: ([], ["EAGLE-3 on prompt 1 from token 4 on"]))
-    code, out, err = run(
-        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
-        "--output", tmp_path / "head", "--json",
-    )  # fmt: skip
+def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(demo):
+    ties = ([], ["EAGLE-3 on prompt 1 from token 4 on"])
+    code, out, err = demo("--json", show_elsewhere=lambda *args: [], differences=lambda *args: ties)
     assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(err.split())
     assert json.loads(out)["same_text"] is False
 

@@ -24,7 +24,7 @@ from tests.reference.slow_heads import shallow_spec_model
 from tests.support.command_line import CONTROL, run
 from tests.support.tiny_models import gpt2, tiny_llama
 
-QUICK = ("--rounds", 1, "--steps", 2, "--nodes", 1, "--nodes", 4, "--length", 16)
+QUICK = ("--rounds", 1, "--nodes", 1, "--nodes", 4, "--length", 16)
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from specheads.cli.commands import machine
-from specheads_cli import requirements
+from specheads.cli.doctor import machine, requirements
 from tests.support.command_line import run
 from tests.support.paths import ROOT
 
@@ -60,6 +59,7 @@ def test_a_usable_machine_is_described_and_passes(capsys, monkeypatch):
     code, out, _ = run(capsys, "doctor", "--json")
     record = json.loads(out)
     assert code == 0 and record["problems"] == []
+    assert record["heads"] == ["medusa", "hydra", "eagle", "eagle3", "mtp", "parallel"]
     assert record["torch"] == torch.__version__ and record["cores"] >= 1 and "base" in record["shipped_checkpoints"]
     here = {entry["name"]: entry for entry in record["required"] + record["optional"]}
     assert here["torch"]["version"] == metadata.version("torch") and here["torch"]["ok"]
@@ -69,23 +69,15 @@ def test_a_usable_machine_is_described_and_passes(capsys, monkeypatch):
     assert code == 0 and out.splitlines()[-1].startswith("usable") and "threads" in out
 
 
-def test_info_without_a_path_is_the_same(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "environment", lambda: {"torch_threads": 1, "cores": 1, "load_average": None})
-    assert run(capsys, "info", "--json") == run(capsys, "doctor", "--json")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_what_is_missing_or_too_old_fails_with_the_command_that_gets_it(versions, capsys):
+    for given, problem in (
         ({"transformers": "5.2.1"}, "transformers 5.2.1 is older than 5.17: pip install 'transformers>=5.17'"),
-        ({"peft": None}, "peft is not installed: pip install 'peft>=0.19.1'"),
-    ],
-)
-def test_what_is_missing_or_too_old_fails_with_the_command_that_gets_it(given, said, versions, capsys):
-    versions(**given)
-    code, out, _ = run(capsys, "doctor")
-    assert code == 1 and out.splitlines()[-1] == f"not usable: {said}"
-    assert json.loads(run(capsys, "doctor", "--json")[1])["problems"] == [said]
+        ({"transformers": None}, "transformers is not installed: pip install 'transformers>=5.17'"),
+    ):
+        versions(**given)
+        code, out, _ = run(capsys, "doctor")
+        assert code == 1 and out.splitlines()[-1] == f"not usable: {problem}"
+    assert json.loads(run(capsys, "doctor", "--json")[1])["problems"] == [problem]
 
 
 def test_what_is_optional_may_be_missing_or_too_old(versions, capsys):
@@ -95,17 +87,17 @@ def test_what_is_optional_may_be_missing_or_too_old(versions, capsys):
     assert "0.1, older than 0.18" in out
 
 
-@pytest.mark.parametrize(
-    ("version", "least", "ok"),
-    [("2.11.0+cpu", "2.11", True), ("2.9", "2.11", False), ("2.11", "2.11.0", True), ("3.0.0.dev1", "2.11", True)],
-)
-def test_versions_compare_by_number(version, least, ok):
-    assert requirements.Package("a", "", version, least, "a").ok is ok
+def test_versions_compare_by_number():
+    for version, least, ok in (
+        ("2.11.0+cpu", "2.11", True), ("2.9", "2.11", False), ("2.11", "2.11.0", True), ("3.0.0.dev1", "2.11", True),
+    ):  # fmt: skip
+        assert requirements.Package("a", "", version, least, "a").ok is ok
 
 
 def test_it_answers_where_specheads_itself_cannot_be_imported():
     script = (
-        "import sys; sys.modules['transformers'] = None; import specheads_cli; sys.exit(specheads_cli.run(['doctor']))"
+        "import sys; sys.modules['transformers'] = None; from specheads.cli import program; "
+        "sys.exit(program.run(['doctor']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "not usable: specheads does not load: import of transformers" in done.stdout
@@ -124,14 +116,14 @@ def test_the_hub_is_asked_if_it_is_asked_for_and_may_be_out_of_reach(capsys, mon
     assert "not asked" in json.loads(run(capsys, "doctor", "--network", "--json")[1])["hub"]
 
 
-@pytest.mark.parametrize(("loaded", "memory", "auto"), [
-    (torch.float32, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
-    (None, "8B parameters takes 16 GB in bfloat16", "the checkpoint's"),
-])  # fmt: skip
-def test_memory_is_counted_in_the_dtype_that_auto_loads(loaded, memory, auto, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "placement", lambda dtype, device: (loaded, torch.device("cpu")))
-    record = json.loads(run(capsys, "doctor", "--json")[1])
-    assert memory in record["memory"] and record["dtype_auto"].startswith(auto)
+def test_memory_is_counted_in_the_dtype_that_auto_loads(monkeypatch, capsys):
+    for loaded, memory, auto in (
+        (torch.float32, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
+        (None, "8B parameters takes 16 GB in bfloat16", "the checkpoint's"),
+    ):
+        monkeypatch.setattr(machine, "placement", lambda dtype, device, loaded=loaded: (loaded, torch.device("cpu")))
+        record = json.loads(run(capsys, "doctor", "--json")[1])
+        assert memory in record["memory"] and record["dtype_auto"].startswith(auto)
 
 
 def test_the_lines_on_speed_say_what_to_do(monkeypatch):

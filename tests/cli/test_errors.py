@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from specheads.cli.errors import report
 from specheads.options import OptionError
 from specheads.training.distributed.launch import LaunchError
-from specheads_cli.errors import report
 from train import base_model, bigram, features, heads, self_distill
 
 OUTPUT = ["--output", "out"]
@@ -19,7 +19,7 @@ SCRIPTS = {
     base_model: ["--output_dir", "out"],
 }
 WORK = {
-    heads: "specheads.cli.commands.train.run", features: "specheads.cli.commands.features.run",
+    heads: "specheads.cli.commands.train.train", features: "specheads.cli.commands.features.save",
     self_distill: "specheads.training.self_distill.run.run", bigram: "specheads.hub.hub_options",
     base_model: "specheads.training.base_model.run.train",
 }  # fmt: skip
@@ -55,40 +55,33 @@ def test_ctrl_c_in_a_script_is_one_line(ended_by, monkeypatch):
     assert ended_by(KeyboardInterrupt())[2] == []
 
 
-@pytest.mark.parametrize(
-    ("script", "given", "said"),
-    [
-        (heads, "--learning_rate 1e-3", "did you mean training.learning_rate=1e-3?"),
-        (heads, "--procesess 2", "did you mean --processes?"),
-        (features, "--output o --max-length=9", "did you mean data.max_length=9?"),
+def test_an_option_that_a_script_does_not_have_is_one_line(capsys):
+    for script, words, message in (
+        (heads, "eagle3 --learning_rate 1e-3", "did you mean training.learning_rate=1e-3?"),
+        (heads, "eagle3 --devise 2", "did you mean --device?"),
+        (features, "eagle3 --output o --max-length=9", "did you mean data.max_length=9?"),
         (self_distill, "--base a --output b --soource c", "did you mean --source?"),
         (bigram, "--base a --output b --sourc=c d", "unrecognized arguments: d"),
         (base_model, "--output_dir a --layrs 3", "did you mean --layers?"),
         (base_model, "--output_dir a --layers many", "invalid int value: 'many'"),
         (heads, "", "the following arguments are required: recipe"),
-    ],
-)
-def test_an_option_that_a_script_does_not_have_is_one_line(script, given, said, capsys):
-    recipe = ["eagle3"] if script in (heads, features) and given else []
-    assert script.main([*recipe, *given.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{script.__name__.replace('.', '/')}.py: ") and said in line
+    ):
+        assert script.main(words.split()) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{script.__name__.replace('.', '/')}.py: ") and message in line
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
+def test_the_line_says_what_is_wrong(capsys):
+    for error, line in (
         (ValueError("two\n  lines"), "two lines"),
         (LaunchError("one process of two"), "one process of two"),
         (FileNotFoundError(2, "No such file or directory", "rows.jsonl"), "No such file or directory: rows.jsonl"),
         (OSError("no such model"), "no such model"),
         (ImportError("install peft"), "install peft"),
         (OptionError("{batch_size} is too large", batch_size=9), "--batch-size 9 is too large"),
-    ],
-)
-def test_the_line_says_what_is_wrong(error, line, capsys):
-    assert report(error, "program", {"batch_size": "--batch-size"}) == 2
-    assert capsys.readouterr().err == f"program: {line}\n"
+    ):
+        assert report(error, "program", {"batch_size": "--batch-size"}) == 2
+        assert capsys.readouterr().err == f"program: {line}\n"
 
 
 def test_a_fault_of_the_code_keeps_its_traceback(capsys):

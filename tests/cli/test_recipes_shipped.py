@@ -1,6 +1,5 @@
 """Recipes by name: listed, printed, copied, and found by every command that takes one; names and options completed."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -9,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import specheads_cli as cli
+from specheads.cli import complete, shipped
+from specheads.cli import program as cli
+from specheads.cli.shipped import find_recipe, recipe_names
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.planner.named import PLANS
 from specheads.models.formats import ENGINES
-from specheads_cli import complete, shipped
-from specheads_cli.shipped import find_recipe, recipe_names
 from tests.support.command_line import run
 from tests.support.paths import ROOT
 from train import features, heads
@@ -41,31 +40,17 @@ def test_every_recipe_is_listed_with_what_it_is_for(elsewhere, capsys):
     assert {entry["for"] for entry in listed if entry["name"].startswith("accelerate/")} == {"launch"}
 
 
-def test_a_recipe_is_printed_copied_and_pointed_at_but_never_copied_over_a_file(elsewhere, capsys):
+def test_a_recipe_is_printed_whole_pointed_at_or_given_as_json(elsewhere, capsys):
     text = (ROOT / "recipes" / "eagle3.yaml").read_text("utf8")
     assert run(capsys, "recipes", "eagle3")[:2] == (0, text)
-    assert run(capsys, "recipes", "eagle3", "--output", "my.yaml")[0] == 0
-    assert Path("my.yaml").read_text("utf8") == text
-    Path("my.yaml").write_text("mine")
-    code, _, err = run(capsys, "recipes", "medusa", "--output", "my.yaml")
-    assert code == 2 and "my.yaml exists" in err and Path("my.yaml").read_text() == "mine"
-    assert Path(run(capsys, "recipes", "accelerate/ddp", "--path")[1].strip()).samefile(
-        ROOT / "recipes/accelerate/ddp.yaml"
-    )
-    assert "give the NAME" in run(capsys, "recipes", "--output", "other.yaml")[2]
-
-
-def test_one_recipe_as_json_has_its_text_and_two_ways_at_once_are_refused(elsewhere, capsys):
-    found = json.loads(run(capsys, "recipes", "eagle3", "--json")[1])
-    assert found["text"] == Path(found["path"]).read_text("utf8") and (found["name"], found["for"]) == (
-        "eagle3",
-        "train",
-    )
-    ways = {"--output": ["--output", "my.yaml"], "--path": ["--path"], "--json": ["--json"]}
-    for one, other in itertools.combinations(ways, 2):
-        code, out, err = run(capsys, "recipes", "eagle3", *ways[other], *ways[one])
-        assert code == 2 and not out and f"{one} and {other}: give one of them" in err
-    assert not Path("my.yaml").exists()
+    path = run(capsys, "recipes", "accelerate/ddp", "--path")[1].strip()
+    assert Path(path).samefile(ROOT / "recipes/accelerate/ddp.yaml")
+    assert "--path: give the NAME" in run(capsys, "recipes", "--path")[2]
+    record = json.loads(run(capsys, "recipes", "eagle3", "--json")[1])
+    assert record["text"] == text == Path(record["path"]).read_text("utf8")
+    assert (record["name"], record["for"]) == ("eagle3", "train")
+    code, out, err = run(capsys, "recipes", "eagle3", "--path", "--json")
+    assert code == 2 and not out and "--path and --json: give one of them" in err
 
 
 def test_a_path_comes_before_a_name_and_a_folder_of_the_name_does_not_hide_it(elsewhere):
@@ -109,8 +94,8 @@ def test_every_command_finds_a_recipe_by_its_name(elsewhere, capsys):
 def completed(words, tmp_path):
     """What bash would offer for the last of these words, by the program itself, which may not import torch."""
     script = (
-        "import sys, specheads_cli\ntry:\n    specheads_cli.run([])\n"
-        "except SystemExit: pass\nsys.exit(not {'torch', 'specheads'}.isdisjoint(sys.modules))"
+        "import sys\nfrom specheads.cli import program\ntry:\n    program.run([])\n"
+        "except SystemExit: pass\nsys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
     )
     environment = {
         **os.environ, "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1),

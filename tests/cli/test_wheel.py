@@ -29,7 +29,7 @@ def wheel(tmp_path_factory):
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("specheads", "specheads_cli", "recipes", "tests", "train"):
+    for name in ("specheads", "recipes", "tests", "train"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     command(*pip, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", out)
@@ -56,20 +56,17 @@ def test_the_wheel_holds_the_package_its_recipes_and_its_licence_and_no_tests(wh
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (points,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "specheads = specheads_cli:main" in archive.read(points).decode()
+        assert "specheads = specheads.cli.program:main" in archive.read(points).decode()
     assert {name.removeprefix("specheads/") for name in names if name.startswith("specheads/recipes/")} == RECIPES
-    sources = {path.relative_to(ROOT).as_posix() for folder in ("specheads", "specheads_cli")
-               for path in (ROOT / folder).rglob("*.py")}  # fmt: skip
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specheads").rglob("*.py")}
     assert sources | {"specheads/py.typed"} <= names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"specheads", "specheads_cli"}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"specheads"}
     assert any(re.fullmatch(r"specheads-.*\.dist-info/licenses/LICENSE", name) for name in names)
 
 
 def test_a_newcomer_trains_generates_and_exports(newcomer):
-    where = newcomer(
-        sys.executable, "-c", "import specheads, specheads_cli as c; print(specheads.__file__, c.__file__)"
-    )
-    assert all(str(newcomer.target) in path for path in where.split()), "not the wheel is used"
+    where = newcomer(sys.executable, "-c", "import specheads; print(specheads.__file__)")
+    assert str(newcomer.target) in where, "not the wheel is used"
     assert "EAGLE-3" in newcomer(newcomer.program, "recipes")
     assert newcomer(sys.executable, "-m", "specheads", "recipes", "medusa") == (
         ROOT / "recipes" / "medusa.yaml"
@@ -95,7 +92,7 @@ def test_a_newcomer_trains_generates_and_exports(newcomer):
     config = newcomer(newcomer.program, "recipes", "accelerate/cpu", "--path").strip()
     said = newcomer(
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", 0,
-        "-m", "specheads_cli", "train", *options, "training.max_steps=1", "training.output_dir=two",
+        "-m", "specheads", "train", *options, "training.max_steps=1", "training.output_dir=two",
         "launch.processes=2",
     )  # fmt: skip
     assert said.count("saved two") == 1
@@ -103,11 +100,11 @@ def test_a_newcomer_trains_generates_and_exports(newcomer):
 
 def test_the_demo_of_a_wheel_trains_its_base_first_and_keeps_it(newcomer):
     script = (
-        "import sys; from specheads.cli.demo import own_base; own_base.MINUTES = 0.02; import specheads_cli; "
-        "sys.exit(specheads_cli.run(sys.argv[1:]))"
+        "import sys; from specheads.cli.demo import own_base, story; own_base.MINUTES = 0.02; story.NUM_PROMPTS = 1; "
+        "from specheads.cli import program; sys.exit(program.run(sys.argv[1:]))"
     )
     demo = (
-        sys.executable, "-c", script, "demo", "--minutes", 0.03, "--num-prompts", 1, "--max-new-tokens", 8,
+        sys.executable, "-c", script, "demo", "--minutes", 0.03,
     )  # fmt: skip
     told = newcomer(*demo)
     assert "No base model came with the package" in told and "every text is the same" in told

@@ -5,7 +5,7 @@ import re
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import specheads_cli as cli
+from specheads.cli import program as cli
 from specheads.models.convert import convert
 from tests.support.tiny_models import tiny_llama
 

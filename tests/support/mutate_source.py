@@ -28,7 +28,7 @@ if __name__ != "tests.support.mutate_source":
 
 from tests.support.source_mutations import MUTATIONS, Mutation  # noqa: E402
 
-COPIED = ("specheads", "specheads_cli", "tests", "pyproject.toml")  # what a copy has of its own; all else is linked
+COPIED = ("specheads", "tests", "pyproject.toml")  # what a copy has of its own; all else is linked
 SECONDS = 180  # after which a test is stopped; a mutation that only hangs is not noticed
 PRELOADED = ["torch", "transformers", "transformers.models.llama.modeling_llama", "datasets", "peft", "pytest"]
 

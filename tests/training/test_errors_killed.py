@@ -187,7 +187,7 @@ def stopped_by(process, errors, number):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "name"),
-    [(["-m", "specheads_cli", "train"], "specheads"), (["train/heads.py"], "train/heads.py")],
+    [(["-m", "specheads", "train"], "specheads"), (["train/heads.py"], "train/heads.py")],
 )
 def test_ctrl_c_says_at_which_step_it_stopped_and_how_to_resume(folder, tmp_path, program, name):
     code, said = stopped_by(*started(tmp_path, folder, program), signal.SIGINT)

@@ -126,9 +126,9 @@ def test_the_memory_of_a_run_on_the_shipped_base_is_within_a_quarter_of_what_was
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
     # The peak of the program alone: resource usage begins with that of the process which starts it.
     program = (
-        "import pathlib, re, specheads_cli, sys\n"
+        "import pathlib, re, sys; from specheads.cli import program\n"
         "status = pathlib.Path('/proc/self/status')\n"
-        "try: specheads_cli.main()\n"
+        "try: program.main()\n"
         "finally: print(re.search(r'VmHWM:\\s+(\\d+)', status.read_text())[1], file=sys.stderr)"
     )
     command = [
@@ -197,7 +197,7 @@ def test_a_budget_counts_steps_as_the_trainer_does_and_bounds_evaluations():
 def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):
     options = overrides(material, tmp_path / "out", 2)
     recipe = str(ROOT / "recipes" / "eagle3.yaml")
-    assert heads.main([recipe, *options, "--dry-run", "--processes", "8", "--distributed", "fsdp2"]) == 0
+    assert heads.main([recipe, *options, "--dry-run", "launch.processes=8", "launch.distributed=fsdp2"]) == 0
     said = capsys.readouterr().out
     assert "whole in each process" in said and "memory of each of 8 processes (fsdp2)" in said
     code, out, _ = run(capsys, "train", recipe, *options, "--dry-run", "--json")

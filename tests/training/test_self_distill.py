@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import specheads_cli as cli
 from specheads.bench.prompts import prompts_from
+from specheads.cli import program as cli
+from specheads.cli.script import options_from
 from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import TextPrompt, passes, windows
-from specheads_cli.script import options_from
 from tests.support.chat_base import TEMPLATE, messages, save_base, write
 from tests.support.tiny_models import tiny_llama
 from train import self_distill

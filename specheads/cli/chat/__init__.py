@@ -1,1 +1,1 @@
-"""`specheads chat`: the console. Several ways of decoding answer each prompt and are then compared."""
+"""`specheads chat`: console.py reads and shows, session.py answers, settings.py says what a command may change."""

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+import textwrap
 from typing import Any
 
 import torch
 from rich.text import Text
 
 from specheads import terminal
-from specheads.cli import token_stream
-from specheads.cli.chat import view
-from specheads.cli.chat.comparison import compare_outcomes
+from specheads.cli.app import DEBUG, OFF
 from specheads.cli.chat.completion import completions
-from specheads.cli.chat.interrupt import Interruption, stoppable
 from specheads.cli.chat.lines import Entry, asker, interactive, read_entry
-from specheads.cli.chat.session import Mode, Outcome, Session
-from specheads.cli.chat.settings import COMMANDS
-from specheads.cli.chat.steps import Watched
-from specheads.models.named import describe_drafter
+from specheads.cli.chat.session import Answer, Session, stoppable
+from specheads.cli.chat.settings import COMMANDS, SETTINGS, written
+from specheads.cli.options.decode import ChatOptions
+from specheads.cli.text import TokenStream, depth_counts, legend
+from specheads.models.named import Models
 from specheads.options import nearest, reason, shortened
-from specheads_cli.app import DEBUG, OFF
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)
+COLUMNS = ("", "tokens", "tokens/s", "speed-up", "accepted", "accepted length", "text")
+
+
+def run(options: ChatOptions) -> int:
+    models = Models.load(
+        options.model, base=options.base, dtype=options.dtype, device=options.device, quantize=options.quantize
+    )
+    return Console(Session(models, options)).run()
 
 
 class Console:
     """Answers go to stdout, as text or as one JSON object per line. Messages about settings go to stderr."""
 
-    def __init__(self, session: Session, *, as_json: bool = False) -> None:
-        self.session, self.as_json = session, as_json
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.out, self.messages = terminal.make_console(), terminal.make_console(stderr=True)
         self.failed = False
 
@@ -40,42 +45,39 @@ class Console:
 
         Returns the exit code: 1 if anything failed in a non-interactive session, such as a pipe."""
         typed = interactive()
-        self._loop(typed)
-        return int(self.failed and not typed)
-
-    def _loop(self, typed: bool) -> None:
-        ask = asker(self._completions)
+        ask = asker(lambda line: completions(line, self.session.models.names()))
         if typed:
             self._say(self._greeting())
         while True:
             try:
                 entry = read_entry(ask)
+                if entry.command and entry.text.split()[:1] == ["quit"]:
+                    break
+                self._do_safely(entry)
             except EOFError:
                 if typed:
                     self.out.print()
-                return
+                break
             except KeyboardInterrupt:
                 if not typed:
                     raise
                 self._say("\n/quit or Ctrl-D leaves")
-                continue
-            try:
-                if entry.command and entry.text.split()[:1] == ["quit"]:
-                    return
-                self.do(entry)
-            except KeyboardInterrupt:
-                self._say("\nstopped")
-            except BrokenPipeError:
-                raise
-            except FAILURES as error:
-                self._fail(" ".join(str(error).split()))
-            except Exception as error:  # an error must not cost the user the loaded models
-                if os.environ.get(DEBUG, "").lower() not in OFF:
-                    raise
-                self._fail(f"{type(error).__name__}: {reason(error)} ({DEBUG}=1 shows where)")
+        return int(self.failed and not typed)
 
-    def _completions(self, line: str) -> list[str]:
-        return completions(line, self.session.models.names())
+    def _do_safely(self, entry: Entry) -> None:
+        """Run the entry; an error must not cost the user the loaded models."""
+        try:
+            self.do(entry)
+        except KeyboardInterrupt:
+            self._say("\nstopped")
+        except BrokenPipeError:
+            raise
+        except FAILURES as error:
+            self._fail(" ".join(str(error).split()))
+        except Exception as error:
+            if os.environ.get(DEBUG, "").lower() not in OFF:
+                raise
+            self._fail(f"{type(error).__name__}: {reason(error)} ({DEBUG}=1 shows where)")
 
     def do(self, entry: Entry) -> None:
         if entry.command:
@@ -84,98 +86,101 @@ class Console:
             self.prompt(entry.text)
 
     def command(self, text: str) -> None:
-        """Run the command `name arguments`. ValueError or OSError for bad arguments."""
-        name, _, rest = text.partition(" ")
+        """Run the command `name value`. ValueError or OSError for a bad value."""
+        name, _, value = text.partition(" ")
         name = name.strip()
-        if name not in COMMANDS:
-            near = nearest(name, COMMANDS)
-            hint = f"did you mean /{near}? " if near else ""
-            raise ValueError(f"unknown command {shortened('/' + name)}; {hint}/help lists all")
         if name == "help":
-            view.commands(self.messages, self.session.settings)
-            return
-        command = COMMANDS[name]
-        if command.change is not None:
-            self.session.change(name, rest)
+            self._list_commands()
         elif name == "clear":
             self.session.forget()
             if self.out.is_terminal:
                 self.out.clear()
-        value = command.value(self.session.settings)
-        self._say(f"/{name}: {value}" if value else f"/{name}: done")
-        if name == "cache":
-            self._say(command.meaning)
-        if name == "debug" and self.session.settings.debug != "off":
-            self.messages.print(view.legend(self.session.settings.debug, colors=terminal.has_colors(self.out)))
+            self._say("/clear: done")
+        elif name in SETTINGS:
+            self.session.change(name, value)
+            self._say(f"/{name}: {written(getattr(self.session.options, name))}")
+            if name == "view" and self.session.options.view == "depth" and terminal.has_colors(self.out):
+                self.messages.print(legend())
+        else:
+            near = nearest(name, [*SETTINGS, *COMMANDS])
+            hint = f"did you mean /{near}? " if near else ""
+            raise ValueError(f"unknown command {shortened('/' + name)}; {hint}/help lists all")
 
     def prompt(self, text: str) -> None:
-        """Answer with every decoder that is switched on, all with the same seed, and compare them.
+        """Answer and, if something is compared, answer once more with the same seed.
 
-        After Ctrl-C the answers so far are shown, and the conversation continues without this prompt."""
+        After Ctrl-C the answer so far is shown, and the conversation continues without this prompt."""
         text = terminal.utf8_text(text, "the prompt")
         session, seed = self.session, self.session.seed()
-        modes, outcomes, errors = session.modes(), list[Outcome](), dict[str, str]()
-        if not modes:
-            raise ValueError("no decoder is switched on; switch one on with /target, /speculative, /ngram or /drafter")
+        answers: list[Answer] = []
         with stoppable() as stop:
-            for mode in modes:
+            for way in session.ways():
+                stream = None if session.options.as_json else self._stream(way.name)
                 try:
-                    outcomes.append(self._answer(mode, text, seed, stop))
-                except ValueError as error:  # other decoders may work
-                    errors[mode.name] = " ".join(str(error).split())
-                    self._fail(f"{mode.name}: {errors[mode.name]}")
+                    answers.append(session.answer(way, text, seed, streamer=stream, stop=stop))
+                    if stream is not None:
+                        stream.close(answers[-1].steps[-1].accepted[0])
+                finally:
+                    if stream is not None:
+                        terminal.write(self.out, "\n")
+                if stream is not None and session.options.view == "depth":
+                    self._say(depth_counts(stream.depths))
                 if stop.asked:
                     break
         if stop.asked:
-            self._say("stopped; the conversation continues without this turn" if session.settings.chat else "stopped")
-        session.keep(text, outcomes)
-        if self.as_json:
-            self._emit(text, seed, outcomes, errors)
-        elif outcomes:
-            view.comparison(self.out, outcomes, self._note(seed, outcomes))
+            self._say("stopped; the conversation continues without this turn" if session.options.chat else "stopped")
+        elif session.options.chat:
+            session.turns.append((text, answers[0].text))
+        if session.options.as_json:
+            self._emit(text, seed, answers)
+        else:
+            self._show_figures(seed, answers)
 
-    def _answer(self, mode: Mode, text: str, seed: int, stop: Interruption) -> Outcome:
-        if self.as_json:
-            return self.session.run(mode, text, seed, stop=stop)
-        debug = self.session.settings.debug
-        watched = Watched(mode.drafter) if debug == "steps" and mode.drafter is not None else None
-        shown = view.stream(self.out, mode, debug, watched)
-        view.heading(self.out, mode)
-        try:
-            outcome = self.session.run(mode, text, seed, drafter=watched, streamer=shown, stop=stop)
-            shown.close(outcome.steps[-1].accepted[0])
-        finally:
-            terminal.write(self.out, "\n")
-        if debug == "depth":
-            self._say(token_stream.depth_counts(shown.depths))
-        return outcome
+    def _stream(self, name: str) -> TokenStream:
+        if self.session.options.compare is not None:
+            self.out.print(Text(terminal.printable(name), style="bold"), soft_wrap=True)
+        return TokenStream(self.out, self.session.tokenizer, colored=self.session.options.view == "depth")
 
-    def _note(self, seed: int, outcomes: list[Outcome]) -> str:
-        session = self.session
+    def _show_figures(self, seed: int, answers: list[Answer]) -> None:
         notes = []
-        if session.settings.processor.samples:
+        if self.session.options.compare is None:
+            (answer,) = answers
+            statistics = answer.statistics
+            notes.append(f"{statistics['tokens']} tokens, {statistics['tokens_per_second']:.1f} tokens/s")
+            notes.append(f"accepted length {statistics['accepted_length']:.2f} ({answer.name})")
+        else:
+            rows = [cells(answer, answers) for answer in answers]
+            terminal.print_table(self.out, terminal.table("", COLUMNS, rows))
+        if self.session.options.temperature > 0:
             notes.append(f"seed {seed}")
-        if any(outcome.full for outcome in outcomes):
+        if any(answer.full for answer in answers):
             notes.append("ended at the model's last position")
-        if session.settings.chat and session.turns:
-            notes.append(f"turn {len(session.turns)}")
-        return ", ".join(notes)
+        if self.session.options.chat and self.session.turns:
+            notes.append(f"turn {len(self.session.turns)}")
+        if notes:
+            self._say(", ".join(notes))
 
-    def _emit(self, text: str, seed: int, outcomes: list[Outcome], errors: dict[str, str]) -> None:
-        figures = compare_outcomes(outcomes)
-        modes: dict[str, Any] = {
-            outcome.mode.name: {"text": outcome.text, "token_ids": outcome.token_ids, **figures[outcome.mode.name]}
-            for outcome in outcomes
-        }
-        modes |= {name: {"error": error} for name, error in errors.items()}
-        record = {"prompt": text, "seed": seed, "settings": asdict(self.session.settings), "modes": modes}
+    def _emit(self, text: str, seed: int, answers: list[Answer]) -> None:
+        first, *second = (figures(answer, answers) for answer in answers)
+        settings = {name: getattr(self.session.options, name) for name in SETTINGS}
+        record = {"prompt": text, "seed": seed, "settings": settings, **first, "compared": next(iter(second), None)}
         terminal.write(self.out, json.dumps(record, ensure_ascii=False) + "\n")
 
     def _greeting(self) -> str:
         session = self.session
-        drafter = describe_drafter(session.settings.drafter, session.models.drafter(session.settings.drafter))
-        kind = "a conversation" if session.settings.chat else "text to continue"
-        return f"{session.models.target.name_or_path} with {drafter}; prompts are {kind}; /help lists the commands"
+        kind = "a conversation" if session.options.chat else "text to continue"
+        target, (way, *_) = session.models.target.name_or_path, session.ways()
+        return f"{target} with {way.name}; prompts are {kind}; /help lists the commands"
+
+    def _list_commands(self) -> None:
+        """Print every command with its value, and what it does below it, broken between words only."""
+        for name, meaning in {**{name: field.metadata["help"] for name, field in SETTINGS.items()}, **COMMANDS}.items():
+            value = f"  {written(getattr(self.session.options, name))}" if name in SETTINGS else ""
+            line = Text.assemble((f"/{name}", "bold"), (terminal.printable(value), "cyan"))
+            self.messages.print(line, soft_wrap=True)
+            width = self.messages.width - 4
+            for part in textwrap.wrap(meaning, width, break_long_words=False, break_on_hyphens=False):
+                self.messages.print(f"    {part}", style="bright_black", soft_wrap=True)
 
     def _fail(self, text: str) -> None:
         self.failed = True
@@ -183,3 +188,31 @@ class Console:
 
     def _say(self, text: str, style: str = "bright_black") -> None:
         self.messages.print(Text(terminal.printable(text), style=style), soft_wrap=True)
+
+
+def figures(answer: Answer, answers: list[Answer]) -> dict[str, Any]:
+    """speedup and same_text (token by token) are relative to the last answer, and None if there is no other;
+    same_text also if either was stopped. acceptance_rate: accepted over drafted tokens, None if nothing was drafted."""
+    statistics, other = answer.statistics, answers[-1]
+    alone = len(answers) == 1
+    drafted, stopped = statistics["drafted"], any(answer.stopped for answer in answers)
+    return {
+        "drafter": answer.name, "text": answer.text, "token_ids": answer.token_ids,
+        **{key: statistics[key] for key in ("tokens", "steps", "drafted", "accepted", "seconds")},
+        "tokens_per_second": statistics["tokens_per_second"], "accepted_length": statistics["accepted_length"],
+        "acceptance_rate": statistics["accepted"] / drafted if drafted else None,
+        "speedup": None if alone else statistics["tokens_per_second"] / other.statistics["tokens_per_second"],
+        "same_text": None if alone or stopped else answer.token_ids == other.token_ids, "stopped": answer.stopped,
+    }  # fmt: skip
+
+
+def cells(answer: Answer, answers: list[Answer]) -> list[str]:
+    """One row of the table, in the order of COLUMNS."""
+    row = figures(answer, answers)
+    rate, speedup, same = row["acceptance_rate"], row["speedup"], row["same_text"]
+    return [
+        answer.name + (" (stopped)" if answer.stopped else ""), str(row["tokens"]), f"{row['tokens_per_second']:.1f}",
+        "–" if speedup is None else f"{speedup:.2f}×",
+        "–" if rate is None else f"{row['accepted']}/{row['drafted']} ({rate:.0%})", f"{row['accepted_length']:.2f}",
+        "–" if same is None or answer is answers[-1] else "same" if same else "differs",
+    ]  # fmt: skip

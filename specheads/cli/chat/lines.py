@@ -45,7 +45,7 @@ def read_entry(ask: Callable[[str], str]) -> Entry:
 def unescaped(text: str) -> str:
     r"""The text with each \n replaced by a newline and each \t by a tab; \\n and \\t become a literal \n and \t."""
     meant = {r"\n": "\n", r"\t": "\t", r"\\n": r"\n", r"\\t": r"\t"}
-    return re.sub(r"\\{1,2}[nt]", lambda found: meant[found[0]], text)
+    return re.sub(r"\\{1,2}[nt]", lambda match: meant[match[0]], text)
 
 
 def interactive() -> bool:
@@ -63,8 +63,8 @@ def asker(complete: Callable[[str], list[str]]) -> Callable[[str], str]:
         import readline
 
         def completed(text: str, state: int) -> str | None:
-            found = complete(readline.get_line_buffer()[: readline.get_endidx()])
-            return found[state] if state < len(found) else None
+            words = complete(readline.get_line_buffer()[: readline.get_endidx()])
+            return words[state] if state < len(words) else None
 
         readline.set_completer(completed)
         readline.set_completer_delims(" ")

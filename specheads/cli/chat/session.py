@@ -1,53 +1,86 @@
-"""A session: runs the decoders that are switched on for a prompt, with the same seed, and keeps the conversation."""
+"""A session: answers a prompt under its settings, and keeps the conversation and what the target has read of it."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from specheads.cli.chat.interrupt import Interruption
-from specheads.cli.chat.settings import STORAGES, Settings, change
+from specheads.cli.chat.settings import change, compared
+from specheads.cli.options.decode import ChatOptions
 from specheads.data.conversation import Conversation, Message
-from specheads.decoding.acceptance import Acceptance, Exact
-from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage
+from specheads.decoding.acceptance import Acceptance
+from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.drafters import Drafter
 from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
-from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
-from specheads.decoding.verify.hf_base import text_config, vocabulary_size
-from specheads.models.named import Models, describe_drafter
+from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.verify.hf_base import has_state, text_config
+from specheads.models.named import Models
 
-TARGET = "target alone"
 TRIED = 2  # tokens decoded to test new settings; the first one is not drafted
-RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose changes are tested by decoding
+DECODING = ("draft", "tree", "accept", "temperature", "compare")  # settings whose changes are tested by decoding
+
+
+class Interruption(StoppingCriteria):
+    """A stopping criterion that is met once the user has asked to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.asked)
+
+
+@contextmanager
+def stoppable() -> Iterator[Interruption]:
+    """In the block, the first Ctrl-C stops after the current step; a second one raises KeyboardInterrupt, in case that
+    step takes long."""
+    stop = Interruption()
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    # Only the main thread gets signals. If SIGINT is ignored, as in a shell's background job, it stays ignored.
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield stop
+        return
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)
-class Mode:
-    """One way of decoding. distribution: whose distribution the text has, as shown in the comparison."""
+class Way:
+    """One way to decode: the drafter with its name, and the arguments of generate(). cache: what it has read so far."""
 
     name: str
-    detail: str
-    distribution: str
-    model: PreTrainedModel
-    tokenizer: Any
-    drafter: Drafter | None = None
-    plan: Plan | None = None
-    rule: Acceptance = field(default_factory=Exact)
+    drafter: Drafter | None
+    plan: Plan | None
+    rule: Acceptance
+    sampling: dict[str, Any]
+    cache: DynamicCache | None = None
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One decoder's answer. full: it reached the model's last position; stopped: the user stopped it."""
+class Answer:
+    """full: it reached the model's last position; stopped: the user stopped it."""
 
-    mode: Mode
+    name: str
     steps: list[Step]
     text: str
     statistics: dict[str, Any]
@@ -60,173 +93,118 @@ class Outcome:
 
 
 class Session:
-    """Models, settings, the n-gram storage, and the conversation so far."""
+    """Models, options, and the conversation so far."""
 
-    def __init__(self, models: Models, settings: Settings) -> None:
-        """ValueError if the settings do not fit the models."""
+    def __init__(self, models: Models, options: ChatOptions) -> None:
+        """ValueError if the options do not fit the models."""
         self.models, self.tokenizer = models, models.tokenizer
-        self.settings = settings
+        if options.chat is None:
+            options = replace(options, chat=bool(self.tokenizer.chat_template))
+        self.options = options
         self.forget()
-        self.storage = self._new_storage(settings)
-        self._refuse_unfit(settings)
-        _refuse_idle_system(settings)
-        self._try(settings, target=True)
+        self._refuse_unfit(options)
+        self._try(options)
 
     def forget(self) -> None:
-        """Forget the conversation; n-grams keep what they learnt."""
+        """Forget the conversation."""
         self.turns: list[tuple[str, str]] = []  # (prompt, answer)
+        kept = not (self.models.target.config.is_encoder_decoder or has_state(self.models.target))
+        self._caches = [DynamicCache() if kept else None for _ in range(2)]  # of each way to answer
 
-    def change(self, name: str, rest: str) -> None:
-        """Run the command `/name rest`. If it raises ValueError, nothing has changed."""
+    def change(self, name: str, text: str) -> None:
+        """Run the command `/name text`. If it raises ValueError, nothing has changed."""
         try:
-            new = change(self.settings, name, rest)
-            self._refuse_unfit(new)
-            if name == "system":  # an earlier system message waits for /chat on
-                _refuse_idle_system(new)
-            if any(getattr(new, key) != getattr(self.settings, key) for key in RUNS):
+            new = change(self.options, name, text)
+            if name == "chat" and new.chat is None:
+                new = replace(new, chat=bool(self.tokenizer.chat_template))
+            if name in ("chat", "system"):
+                self._refuse_unfit(new)
+            if name in DECODING:
                 self._try(new)
         except ValueError as error:
             raise ValueError(f"/{name}: {error}") from error
         except OSError as error:
-            said = f"{error.strerror}: {error.filename}" if error.filename else error
-            raise ValueError(f"/{name}: {said}") from error
-        if name == "set_ngramstorage":
-            self.storage = self._new_storage(new)
-        if not new.remember:
-            self.forget()
-        self.settings = new
+            reason = f"{error.strerror}: {error.filename}" if error.filename else error
+            raise ValueError(f"/{name}: {reason}") from error
+        self.options = new
 
-    def modes(self, settings: Settings | None = None) -> list[Mode]:
-        """The decoders that are switched on, the target alone first."""
-        now = self.settings if settings is None else settings
-        rule, sampled = rule_named(now.accept), now.processor.samples
-        drafter = self.models.drafter(now.drafter)
-        target = (self.models.target, self.tokenizer)
-        modes = []
-        if now.target:
-            modes.append(Mode(TARGET, "a token a step", "the target's", *target))
-        if now.speculative:
-            plan = self._plan(now, drafter, sampled)
-            shape = now.tree or (f"chain:{now.gamma}" if now.gamma else None)
-            detail = ", ".join(filter(None, (describe_drafter(now.drafter, drafter), shape, now.accept)))
-            modes.append(Mode("speculative", detail, _losslessness(rule), *target, drafter, plan, rule))
-        if now.ngram:
-            grams = NGram(
-                now.gamma or NGram.num_tokens, storage=self.storage, filler_top_k=now.top_k_filler,
-                reset_between=now.reset_in_between,
-            )  # fmt: skip
-            # N-grams have no draft probabilities to compare.
-            own, name = (Exact(), "exact") if rule.requires_draft_probs else (rule, now.accept)
-            modes.append(
-                Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _losslessness(own), *target, grams, None, own)
-            )
-        if now.alone:
-            assert isinstance(drafter, DraftModel)
-            tokenizer = drafter.tokenizer if drafter.through_text else self.tokenizer
-            modes.append(Mode("draft model alone", drafter.small.name_or_path, "its own", drafter.small, tokenizer))
-        return modes
+    def ways(self, options: ChatOptions | None = None) -> list[Way]:
+        """How the next prompt is answered: by the settings and, if something is compared, by those too."""
+        first = self.options if options is None else options
+        second = compared(first)
+        ways = [self._way(first, 0)]
+        return ways if second is None else [*ways, replace(self._way(second, 1), name=str(first.compare))]
 
-    def prompt_ids(self, prompt: str, tokenizer: Any) -> list[int]:
+    def _way(self, options: ChatOptions, index: int) -> Way:
+        shaped = options.tree is not None or options.accept is not None
+        name, drafter = self.models.choose(options.draft, shaped=shaped)
+        plan, rule = as_plan(options.tree, drafter), as_rule(options.accept)
+        label = ", ".join(filter(None, (name or "no drafts", options.tree, options.accept)))
+        return Way(label, drafter, plan, rule, options.sampling(), self._caches[index])
+
+    def prompt_ids(self, prompt: str) -> list[int]:
         """The ids before the answer. ValueError if there are none or the template refuses the prompt."""
-        if not self.settings.chat:
-            ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+        if not self.options.chat:
+            ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         else:
             asked = [*(question for question, _ in self.turns), prompt]
             turns: list[tuple[Message, ...]] = [({"role": "user", "content": question},) for question in asked]
-            if self.settings.system is not None:
-                turns[0] = ({"role": "system", "content": self.settings.system}, *turns[0])
-            ids = Conversation(tuple(turns)).prompt([answer for _, answer in self.turns], tokenizer)
+            if self.options.system is not None:
+                turns[0] = ({"role": "system", "content": self.options.system}, *turns[0])
+            ids = Conversation(tuple(turns)).prompt([answer for _, answer in self.turns], self.tokenizer)
         if not ids:
             raise ValueError("the prompt has no tokens; give at least one character")
         return ids
 
     def seed(self) -> int:
         """The seed for the next prompt."""
-        return secrets.randbelow(2**31) if self.settings.seed is None else self.settings.seed
+        return secrets.randbelow(2**31) if self.options.seed is None else self.options.seed
 
-    def run(
-        self, mode: Mode, prompt: str, seed: int, *, drafter: Drafter | None = None,
-        streamer: Any = None, stop: Interruption | None = None,
-    ) -> Outcome:  # fmt: skip
-        """One decoder's answer. drafter: replaces the mode's. streamer: as in generate().
-
-        ValueError if the prompt does not fit into the model's positions.
-        """
-        ids = self.prompt_ids(prompt, mode.tokenizer)
-        positions = getattr(text_config(mode.model), "max_position_embeddings", None) or NO_LIMIT
+    def answer(
+        self, way: Way, prompt: str, seed: int, *, streamer: Any = None, stop: Interruption | None = None
+    ) -> Answer:
+        """streamer: as in generate(). ValueError if the prompt does not fit into the model's positions."""
+        ids, target, asked = self.prompt_ids(prompt), self.models.target, way.sampling["max_new_tokens"]
+        positions = getattr(text_config(target), "max_position_embeddings", None) or NO_LIMIT
         if len(ids) >= positions:
-            advice = "; /clear begins a new conversation" if self.turns and self.settings.chat else ""
+            advice = "; /clear begins a new conversation" if self.turns and self.options.chat else ""
             raise ValueError(f"the prompt takes {len(ids)} tokens, and the model has {positions} positions{advice}")
-        room = positions - prompt_length(mode.model, ids)
+        room = positions - prompt_length(target, ids)
         out = self._generate(
-            mode, ids, self.settings, seed, min(self.settings.length, room), drafter=drafter, streamer=streamer,
+            way, ids, seed, max_new_tokens=min(asked, room), streamer=streamer, past_key_values=way.cache,
             stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
         )  # fmt: skip
         assert out.steps is not None
         tokens = [token for step in out.steps for token in step.tokens[0]]
-        text = mode.tokenizer.decode(tokens, skip_special_tokens=True)
-        full = len(tokens) == room < self.settings.length
-        return Outcome(mode, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        full = len(tokens) == room < asked
+        return Answer(way.name, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
 
-    def keep(self, prompt: str, outcomes: Sequence[Outcome]) -> None:
-        """Add the first decoder's answer to the conversation, unless the turn was stopped."""
-        if (
-            self.settings.chat
-            and self.settings.remember
-            and outcomes
-            and not any(outcome.stopped for outcome in outcomes)
-        ):
-            self.turns.append((prompt, outcomes[0].text))
-
-    def _generate(
-        self, mode: Mode, ids: list[int], settings: Settings, seed: int, length: int, *,
-        drafter: Drafter | None = None, **kwargs: Any,
-    ) -> SpecGenerateOutput:  # fmt: skip
-        prompt: Tensor = torch.tensor([ids], device=mode.model.device)
-        if settings.processor.samples:
-            # Neutral values, which override the model's own generation config.
-            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logits_processor": settings.processor.warpers()}
+    def _generate(self, way: Way, ids: list[int], seed: int, **options: Any) -> SpecGenerateOutput:
+        prompt: Tensor = torch.tensor([ids], device=self.models.target.device)
         return generate(  # type: ignore[return-value]
-            mode.model, prompt, attention_mask=torch.ones_like(prompt), draft=drafter or mode.drafter,
-            tree=mode.plan, accept=mode.rule, seed=seed, max_new_tokens=length, do_sample=settings.processor.samples,
-            return_dict_in_generate=True, **kwargs,
+            self.models.target, prompt, attention_mask=torch.ones_like(prompt), draft=way.drafter, tree=way.plan,
+            accept=way.rule, seed=seed, return_dict_in_generate=True, **{**way.sampling, **options},
         )  # fmt: skip
 
-    def _plan(self, settings: Settings, drafter: Drafter, sampled: bool) -> Plan | None:
-        if settings.tree is not None:
-            return as_plan(settings.tree, drafter)
-        if settings.gamma is None:
-            return None
-        # Sampled from the draft's distribution if that is the drafter's default.
-        usual = drafter.default_plan(self.models.target.device, sampled)
-        return SampledTree((1,) * settings.gamma) if isinstance(usual, SampledTree) else chain(settings.gamma)
-
-    def _new_storage(self, settings: Settings) -> NGramStorage:
-        return STORAGES[settings.storage](settings.ngram_n, vocabulary_size(self.models.target))
-
-    def _refuse_unfit(self, settings: Settings) -> None:
-        drafter = self.models.drafter(settings.drafter)
-        if settings.alone and not isinstance(drafter, DraftModel):
-            raise ValueError(
-                f"{settings.drafter!r} cannot write alone: that needs a draft model (--assistant, /drafter NAME)"
-            )
-        # _try() would not detect this: some drafters draft nothing until the text repeats itself.
-        if not drafter.gives_draft_probs and rule_named(settings.accept).requires_draft_probs:
-            raise ValueError(
-                f"{settings.accept} compares the draft's probabilities with the target's, and {settings.drafter!r} "
-                "has none: draft with a head or a draft model, or accept by another rule"
-            )
-        if (settings.chat or settings.system is not None) and not self.tokenizer.chat_template:
+    def _refuse_unfit(self, options: ChatOptions) -> None:
+        if options.chat and not self.tokenizer.chat_template:
             raise ValueError("the model's tokenizer has no chat template, so prompts remain text to continue")
-        if settings.system is not None:
-            messages: tuple[Message, ...] = (
-                {"role": "system", "content": settings.system}, {"role": "user", "content": "a"},
-            )  # fmt: skip
-            ids = Conversation((messages,)).prompt((), self.tokenizer)
-            if settings.system.strip() not in self.tokenizer.decode(ids):
-                raise ValueError("the model's chat template ignores system messages")
+        if options.system is None:
+            return
+        if not options.chat:
+            raise ValueError(
+                "a system message begins a conversation, and prompts are text to continue here: switch it to chats "
+                "with /chat on (--chat), or leave the message out"
+            )
+        messages: tuple[Message, ...] = (
+            {"role": "system", "content": options.system}, {"role": "user", "content": "a"},
+        )  # fmt: skip
+        ids = Conversation((messages,)).prompt((), self.tokenizer)
+        if options.system.strip() not in self.tokenizer.decode(ids):
+            raise ValueError("the model's chat template ignores system messages")
 
-    def _try(self, settings: Settings, *, target: bool = False) -> None:
+    def _try(self, options: ChatOptions) -> None:
         """Decode one step, so that a drafter, tree and rule that do not fit together are refused when they are set.
         This also warms up the models."""
         ids = list(self.tokenizer("a")["input_ids"])
@@ -235,24 +213,11 @@ class Session:
         def enough(text: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             return torch.full((len(text),), text.shape[1] >= before + TRIED)
 
-        for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
-            length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for a whole tree
-            self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
+        for way in self.ways(options):
+            length = TRIED + (way.plan.depth if way.plan else 0)  # room for a whole tree
+            self._generate(way, ids, 0, max_new_tokens=length, eos_token_id=None, stopping_criteria=[enough])
 
 
 def prompt_length(model: PreTrainedModel, ids: list[int]) -> int:
     """Number of decoder tokens before the answer to the prompt `ids`: for an encoder-decoder, just the start token."""
     return 1 if model.config.is_encoder_decoder else len(ids)
-
-
-def _refuse_idle_system(settings: Settings) -> None:
-    """ValueError for a system message if prompts are text to be continued."""
-    if settings.system is not None and not settings.chat:
-        raise ValueError(
-            "a system message begins a conversation, and prompts are text to continue here: switch it to chats with "
-            "/chat on (--chat), or leave the message out"
-        )
-
-
-def _losslessness(rule: Acceptance) -> str:
-    return "lossless" if rule.lossless else "lossy"

@@ -1,1 +1,1 @@
-"""What the `specheads` commands do once specheads_cli has parsed their arguments."""
+"""What the commands do with the options that were parsed."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from specheads import terminal
 from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
+from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.queues import batch_by_batch
-from specheads.cli.commands.arguments import parse_tree
-from specheads.data.conversation import Conversation
-from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.drafters import Drafter
+from specheads.cli.app import output
+from specheads.cli.options.measure import EvaluateOptions
+from specheads.decoding.acceptance.named import RULES, rule_named
 from specheads.decoding.generation import prompt_batches
+from specheads.decoding.planner import as_plan
 from specheads.models.named import Models
 
 _LEGEND = (
@@ -26,23 +25,31 @@ _LEGEND = (
 )
 
 
-def measure(
-    models: Models, name: str, drafter: Drafter, prompts: Sequence[str | Conversation], *, max_new_tokens: int,
-    repeats: int, tree: str | None, rule: Acceptance | None = None, batch_size: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """The settings, the environment, and the figures of each decoder. tree: as on the command line. batch_size: prompts
-    at a time; if several, our decoders take the next prompt when a row ends, while generate() runs batch by batch.
+def run(options: EvaluateOptions) -> None:
+    output(measure(options), show, options.as_json)
 
-    The drafter, called `name`, comes last, followed by itself with `rule` if that is given. Only the first turn of a
-    conversation is used. Progress goes to stderr."""
+
+def measure(options: EvaluateOptions) -> dict[str, Any]:
+    """The settings, the environment, and the figures of each decoder. With several prompts at a time our decoders take
+    the next prompt when a row ends, while generate() runs batch by batch.
+
+    The drafter comes last, followed by itself with --accept if that is given. Only the first turn of a conversation is
+    used. Progress goes to stderr."""
+    rule = None if options.accept is None else rule_named(options.accept)
+    prompts: Any = None
+    if options.prompts:
+        prompts = prompts_from(options.prompts, options.num_prompts, chat=options.chat)
+    models = Models.load(options.model, base=options.base, dtype=options.dtype, device=options.device)
+    name, drafter = models.choose(options.draft)
+    assert name is not None and drafter is not None
     model, tokenizer = models.target, models.tokenizer
-    asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
-    plan = parse_tree(tree, drafter)
-    ours = partial(
-        decoders.specheads_generate, model, max_new_tokens, batch_size=batch_size if batch_size > 1 else None
-    )
+    if prompts is None:
+        prompts = held_out_prompts(tokenizer, options.num_prompts or 8)
+    texts = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
+    size, length, plan = options.batch_size, options.max_new_tokens, as_plan(options.tree, drafter)
+    ours = partial(decoders.specheads_generate, model, length, batch_size=size if size > 1 else None)
     racers = {
-        REFERENCE: batch_by_batch(decoders.transformers_generate(model, max_new_tokens), batch_size),
+        REFERENCE: batch_by_batch(decoders.transformers_generate(model, length), size),
         "our loop, no drafts": ours(draft=False),
         name: ours(draft=drafter, plan=plan),
     }
@@ -50,14 +57,12 @@ def measure(
         racers[f"{name}, {RULES.write(rule)}"] = ours(draft=drafter, plan=plan, accept=rule)
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as report_progress:
         side = "right" if model.config.is_encoder_decoder else "left"
-        rows = 1 if batch_size == 1 else len(asked)  # all in one queue
-        batches = prompt_batches.batches(tokenizer, asked, model.device, rows, side=side)
-        result = runner.race(racers, batches, repeats=repeats, report=report_progress)
+        rows = 1 if size == 1 else len(texts)  # all in one queue
+        batches = prompt_batches.batches(tokenizer, texts, model.device, rows, side=side)
+        result = runner.race(racers, batches, repeats=options.repeats, report=report_progress)
     return {
-        "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "batch_size": batch_size, "repeats": repeats,
-        "tree": tree,
-        "dtype": str(model.dtype).removeprefix("torch."), "environment": environment.environment(),
-        "decoders": report.summary(result, REFERENCE),
+        **options.record(), "num_prompts": len(texts), "dtype": str(model.dtype).removeprefix("torch."),
+        "environment": environment.environment(), "decoders": report.summary(result, REFERENCE),
     }  # fmt: skip
 
 

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from specheads.cli.app import emit
+from specheads.cli.options.training import FeaturesOptions
+from specheads.cli.shipped import find_recipe
 from specheads.training.features.extract import Saved, save_features
 from specheads.training.features.plan import SaveOptions, size_text
 from specheads.training.features.shards import FeatureError
 from specheads.training.recipe.recipe import read_recipe
 
 
-def run(
-    recipe: Path, overrides: Sequence[str], output: Path, *, taps: str | None = None, yes: bool = False, **options: Any
-) -> Saved:
-    """Save the features. taps: as on the command line, '2,16,29'. options: other `SaveOptions`. yes: do not ask."""
+def run(options: FeaturesOptions) -> None:
+    saved = save(find_recipe(options.recipe, "train"), options)
+    if options.as_json:
+        emit({**asdict(saved), "folder": str(saved.folder)})
+    else:
+        print(summary(saved))
+
+
+def save(recipe: Path, options: FeaturesOptions) -> Saved:
+    """Save the features; ask before, unless --yes is given."""
+    taps = options.taps
     try:
         layers = None if taps is None else tuple(int(tap) for tap in taps.split(","))
     except ValueError as error:
         raise ValueError(f"--taps {taps!r}: expected layer numbers such as 2,16,29") from error
-    chosen = SaveOptions(output, layers, **options)
-    return save_features(read_recipe(recipe, overrides), chosen, announce if yes else confirm)
+    chosen = SaveOptions(
+        options.output, layers, options.dtype, options.teacher_probs, options.batch_size, options.shard_mb
+    )
+    return save_features(read_recipe(recipe, options.overrides or []), chosen, announce if options.yes else confirm)
 
 
 def announce(plan: str) -> bool:

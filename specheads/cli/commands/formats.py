@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as hf_logging
 
+from specheads.cli.app import output
+from specheads.cli.options.checkpoints import ExportOptions, ImportOptions
 from specheads.models import export_checks
 from specheads.models.base.loading import DTYPES, as_dtype
 from specheads.models.files import refuse_nonempty
@@ -16,43 +17,44 @@ from specheads.models.spec_model import SpecModel
 from specheads.options import refuse_unknown
 
 
-def export(
-    source: str, out: Path, to: str, *, base: str | None, dtype: str | None, embeddings: bool, gguf: Path | None,
-    check: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Export a head → the export's path, its format and, if checked, the check's result."""
-    refuse_unknown([to], ENGINES, what="format for --to")
-    _check_dtype(dtype)
+def export(options: ExportOptions) -> None:
+    """Print the export's path, its format and, if checked, the check's result."""
+    refuse_unknown([options.to], ENGINES, what="format for --to")
+    _check_dtype(options.dtype)
     hf_logging.disable_progress_bar()
-    model: Any = SpecModel.from_pretrained(source, base=base, dtype="auto")
-    folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
-    form = form_for(model.config, model.base, model.head, to)
+    model: Any = SpecModel.from_pretrained(options.model, base=options.base, dtype="auto")
+    folder = model.export(
+        options.out, options.to, dtype=options.dtype, embeddings=options.embeddings, gguf=options.gguf
+    )
+    form = form_for(model.config, model.base, model.head, options.to)
     record = {
         "written": str(folder), "form": form.title, "written_for": form.versions,
         "files": sorted(path.name for path in folder.iterdir()), "read_next": str(folder / "README.md"),
     }  # fmt: skip
-    return {**record, "check": export_checks.check(folder, model)} if check else record
+    if options.check:
+        record["check"] = export_checks.check(folder, model)
+    output(record, show, options.as_json)
 
 
-def import_head(
-    source: str, out: Path, *, base: str | None, allow_pickle: bool, allow_nonfinite: bool, dtype: str | None
-) -> dict[str, Any]:
-    """Import a head → what was read, and where it was saved. `out` must be empty: an older run's figures in it would
-    pass for this head's."""
-    _check_dtype(dtype)
-    refuse_nonempty(out, "import into")
+def import_head(options: ImportOptions) -> None:
+    """Print what was read, and where it was saved. OUT must be empty: an older run's figures in it would pass for this
+    head's."""
+    _check_dtype(options.dtype)
+    refuse_nonempty(options.out, "import into")
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(
-        source, base=base, dtype="auto", allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite
-    )
-    if dtype is not None:
-        model.head.to(as_dtype(dtype))
-    model.save_pretrained(out)
-    return {
-        "written": str(out), "kind": model.head.config.kind, "base": model.config.base_model_name_or_path,
+        options.source, base=options.base, dtype="auto", allow_pickle=options.allow_pickle,
+        allow_nonfinite=options.allow_nonfinite,
+    )  # fmt: skip
+    if options.dtype is not None:
+        model.head.to(as_dtype(options.dtype))
+    model.save_pretrained(options.out)
+    record = {
+        "written": str(options.out), "kind": model.head.config.kind, "base": model.config.base_model_name_or_path,
         "parameters": sum(p.numel() for p in model.head.parameters()),
         "dtype": str(model.head.dtype).removeprefix("torch."), "tapped_layers": list(model.head.layers),
     }  # fmt: skip
+    output(record, show, options.as_json)
 
 
 def _check_dtype(dtype: str | None) -> None:

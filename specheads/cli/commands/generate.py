@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 from typing import Any
 
-import torch
-from rich.console import Console
-from transformers import PreTrainedModel
-
 from specheads import terminal
-from specheads.cli import token_stream
-from specheads.cli.commands.arguments import parse_tree
+from specheads.cli.app import emit
+from specheads.cli.options.decode import GenerateOptions
+from specheads.cli.text import depth_counts, legend, write_text
 from specheads.data.chat_template import template_of
-from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.drafters import Drafter
-from specheads.decoding.generation.generate import SpecGenerateOutput, generate
+from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.generation.generate import generate
+from specheads.decoding.planner import as_plan
 from specheads.models.named import Models
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """How to continue a prompt. temperature 0 is greedy; tree and accept are as on the command line; draft=False
-    decodes one token per step."""
+def run(options: GenerateOptions) -> None:
+    prompt = read_prompt(options.prompt)
+    rule = as_rule(options.accept)  # refuses a bad name before a model is loaded
+    models = Models.load(options.model, base=options.base, dtype=options.dtype, device=options.device)
+    shaped = options.tree is not None or options.accept is not None
+    name, drafter = models.choose(options.draft, shaped=shaped)
+    arguments = {
+        "draft": drafter, "tree": as_plan(options.tree, drafter), "accept": rule, "seed": options.seed,
+        "compile": options.compile, **options.sampling(),
+    }  # fmt: skip
+    prompt, inputs = encode(models, prompt, chat=options.chat)
+    if options.as_json:
+        emit({**options.record(), "drafter": name, **record(models, prompt, inputs, arguments)})
+    else:
+        show(models, prompt, inputs, arguments, color_depth=options.color_depth)
 
-    max_new_tokens: int
-    temperature: float
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    tree: str | None
-    draft: bool
-    chat: bool
-    accept: str | None = None
-    compile: bool = False
 
-    def __post_init__(self) -> None:
-        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            raise ValueError("--top-p and --top-k shape sampling; give --temperature above 0 with them")
-        if not self.draft and self.tree is not None:
-            raise ValueError("--tree says what to draft, and --draft none not to draft; give one of them")
-        if not self.draft and self.accept is not None:
-            raise ValueError("--accept says which drafts are accepted, and --draft none not to draft; give one of them")
-        if self.accept is not None:
-            rule_named(self.accept)  # refuses a bad name before a model is loaded
-
-    def arguments(self, drafter: Drafter | None) -> dict[str, Any]:
-        """The arguments of generate()."""
-        given: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens, "draft": drafter, "tree": parse_tree(self.tree, drafter),
-            "seed": self.seed, "do_sample": self.temperature > 0, "compile": self.compile,
-            "accept": None if self.accept is None else rule_named(self.accept),
-        }  # fmt: skip
-        if self.temperature > 0:
-            # 0 and 1.0 override the base's own generation config.
-            top_p = 1.0 if self.top_p is None else self.top_p
-            given |= {"temperature": self.temperature, "top_p": top_p, "top_k": self.top_k or 0}
-        return given
+def read_prompt(prompt: str | None) -> str:
+    """The prompt from --prompt or stdin. ValueError if there is none."""
+    source = "--prompt"
+    if prompt is None and not sys.stdin.isatty():
+        prompt, source = sys.stdin.read().removeprefix("\ufeff"), "stdin"
+    if not prompt:
+        raise ValueError("no prompt: give --prompt TEXT, or pipe it in")
+    return terminal.utf8_text(prompt, source)
 
 
 def encode(models: Models, prompt: str, *, chat: bool) -> tuple[str, dict[str, Any]]:
@@ -72,11 +56,9 @@ def encode(models: Models, prompt: str, *, chat: bool) -> tuple[str, dict[str, A
     return prompt, {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
-def record(models: Models, drafter: Drafter | None, prompt: str, options: GenerateOptions) -> dict[str, Any]:
+def record(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """The text with its tokens, the draft depth of each (0: the model's own), and the statistics."""
-    tokenizer = models.tokenizer
-    prompt, inputs = encode(models, prompt, chat=options.chat)
-    result: Any = generate(models.target, **inputs, **options.arguments(drafter), return_dict_in_generate=True)
+    result: Any = generate(models.target, **inputs, **arguments, return_dict_in_generate=True)
     tokens = [token for step in result.steps for token in step.tokens[0]]
     depths = [
         depth if depth <= step.accepted[0] else 0
@@ -85,52 +67,24 @@ def record(models: Models, drafter: Drafter | None, prompt: str, options: Genera
     ]
     return {
         "base": models.target.name_or_path, "prompt": prompt,
-        "text": tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens, "draft_depths": depths,
-        "statistics": result.statistics(),
+        "text": models.tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens,
+        "draft_depths": depths, "statistics": result.statistics(),
     }  # fmt: skip
 
 
-def show(
-    models: Models, drafter: Drafter | None, prompt: str, options: GenerateOptions, *, stream: bool, color_depth: bool
-) -> None:
-    """Print the text on stdout and the statistics on stderr. stream=False: print the text when it is complete."""
+def show(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any], *, color_depth: bool) -> None:
+    """Stream the text to stdout, and print the statistics on stderr."""
     out, errors = terminal.make_console(), terminal.make_console(stderr=True)
-    prompt, inputs = encode(models, prompt, chat=options.chat)
-    arguments = options.arguments(drafter)
     result, depths = write_text(
-        out, models.target, models.tokenizer, prompt, inputs, stream=stream, color_depth=color_depth, **arguments
+        out, models.target, models.tokenizer, prompt, inputs, color_depth=color_depth, **arguments
     )
     terminal.write(out, "\n")
     if color_depth:
         if terminal.has_colors(out) and terminal.has_colors(errors):
-            errors.print(token_stream.legend())
-        errors.print(token_stream.depth_counts(depths))
+            errors.print(legend())
+        errors.print(depth_counts(depths))
     statistics = result.statistics()
     errors.print(
         f"{statistics['tokens']} tokens in {statistics['seconds']:.2f} s: {statistics['tokens_per_second']:.1f} "
         f"tokens/s, {statistics['steps']} steps, accepted length {statistics['accepted_length']:.2f}"
     )
-
-
-def write_text(
-    out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
-    stream: bool = True, **arguments: Any,
-) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
-    """Print the text that `base` generates after `prompt` → generate()'s output, and the draft depth of each token.
-
-    With color_depth the prompt is printed too, in another colour or, without colours, followed by ▶."""
-    before = (prompt if terminal.has_colors(out) else prompt + "▶") if color_depth else ""
-    shown = token_stream.TokenStream(out, tokenizer, colored=color_depth, prompt=before)
-    streamer: Any = shown if stream else None
-    try:
-        result: Any = generate(base, **inputs, **arguments, streamer=streamer, return_dict_in_generate=True)
-    except BaseException:
-        if shown.depths:  # what is said of it begins a line
-            terminal.write(out, "\n")
-        raise
-    if not stream:
-        shown.put(inputs["input_ids"])
-        for step in result.steps:
-            shown.put(torch.tensor(step.tokens[0]))
-    shown.close(result.steps[-1].accepted[0])
-    return result, shown.depths

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specheads.cli.app import output
+from specheads.cli.options.checkpoints import InfoOptions
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.heads import HEADS
 from specheads.hub import did_you_mean
@@ -21,6 +23,10 @@ _UNITS = {
     "parameters": ("parameters", ",d"), "megabytes": ("size (MB)", ".2f"),
     "draft_vocabulary": ("draft vocabulary (tokens)", ",d"),
 }  # fmt: skip
+
+
+def run(options: InfoOptions) -> None:
+    output(checkpoint_record(options.path), show, options.as_json)
 
 
 def checkpoint_record(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`specheads train` and train/heads.py: a run from its recipe to the exit code, and the estimate of what it takes."""
+"""`specheads train` and train/heads.py: a run from its recipe to the exit code, or its estimate; `specheads curves`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.training.distributed.launch import LaunchConfig, wait_for_all
+from specheads import terminal
+from specheads.cli.app import output
+from specheads.cli.commands import show_mask
+from specheads.cli.errors import refuse_file
+from specheads.cli.options.training import CurvesOptions, TrainOptions
+from specheads.cli.shipped import find_recipe
+from specheads.terminal import clock_time
+from specheads.training.distributed.launch import wait_for_all
 from specheads.training.errors import TrainingError, TrainingStopped
 from specheads.training.estimate import estimate
 from specheads.training.parity import ParityError
 from specheads.training.recipe.recipe import read_recipe
+from specheads.training.report import compare
 from specheads.training.run import prepare
-from specheads_cli.app import refuse_file
 
 
-def show_estimate(
-    recipe: Path, overrides: Sequence[str], processes: int | None, distributed: str | None, as_json: bool = False
-) -> None:
-    """Print an estimate of what the run will take; no weights are loaded. None for processes and distributed: as in the
-    recipe."""
-    wanted = read_recipe(recipe, overrides)
-    launch = LaunchConfig(processes, distributed)
-    found = estimate(wanted, launch.processes, launch.distributed)
-    print(_json(found.to_dict()) if as_json else "\n".join(found.lines()))
+def run(options: TrainOptions, program: str = "specheads") -> int:
+    """program: the name of the program in errors."""
+    recipe, overrides = find_recipe(options.recipe, "train"), options.overrides or []
+    if options.show_mask is not None:
+        show_mask.show(recipe, overrides, options.show_mask)
+        return 0
+    if options.dry_run:
+        show_estimate(recipe, overrides, options.as_json)
+        return 0
+    return train(recipe, overrides, program, options.as_json)
 
 
-def refuse_without_dry_run(**given: Any) -> None:
-    """ValueError if --processes or --distributed is given without --dry-run. given: by option name."""
-    if named := [f"--{name} {value}" for name, value in given.items() if value is not None]:
-        raise ValueError(
-            f"{', '.join(named)} would have no effect without --dry-run; to train in several processes, start "
-            "the command with `accelerate launch`, which says how many and on which devices"
-        )
+def show_estimate(recipe: Path, overrides: Sequence[str], as_json: bool = False) -> None:
+    """Print an estimate of what the run will take, with the recipe's launch section; no weights are loaded."""
+    expected = estimate(read_recipe(recipe, overrides))
+    print(_json(expected.to_dict()) if as_json else "\n".join(expected.lines()))
 
 
-def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:
+def train(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:
     """Train, and print the result. Errors of the run itself are one line on stderr, after the name of the program.
 
     The exit code: 0; 1 if training could not continue, or something failed after the head was saved; 3 if decoding and
@@ -78,3 +83,24 @@ def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = Fa
 
 def _json(record: dict[str, Any]) -> str:
     return json.dumps(record, indent=2, ensure_ascii=False)
+
+
+def draw_curves(options: CurvesOptions) -> None:
+    """Draw the accepted length of the runs, and print where each ended."""
+    curves = [compare.read_curve(folder) for folder in options.runs]
+    compare.draw(curves, options.out)
+    record = {"picture": str(options.out), "runs": [curve.to_dict() for curve in curves]}
+    output(record, show_curves, options.as_json)
+
+
+def show_curves(record: dict[str, Any]) -> None:
+    rows = []
+    for curve in record["runs"]:
+        last = curve["points"][-1]
+        interval = "–" if last["low"] is None else f"{last['low']:.2f}–{last['high']:.2f}"
+        counted = "held-out rows" if curve["held_out"] else "training batches"
+        length, tokens = f"{last['length']:.2f}", f"{last['tokens']:,.0f}"
+        rows.append([curve["run"], counted, tokens, clock_time(last["cpu_seconds"]), length, interval])
+    columns = ("run", "counted on", "tokens seen", "CPU time", "accepted length", "95 % interval")
+    terminal.print_table(terminal.make_console(), terminal.table("At the end of each run", columns, rows))
+    print(f"drawn: {record['picture']}")

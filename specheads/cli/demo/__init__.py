@@ -1,2 +1,1 @@
-"""`specheads demo`: train, save, restore and race a head in minutes. story.py is the demo, live.py its training,
-restored.py the new process."""
+"""`specheads demo`: train, save, restore and race a head in minutes. story.py is the demo, live.py its training."""

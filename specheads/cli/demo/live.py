@@ -26,31 +26,31 @@ from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArgument
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """minutes: of training. rows: in a batch. learning_rate: its peak. own_time: share of the time spent on generating
-    continuations with the base. own_share: share of the rows that are such continuations."""
+    """minutes: of training. rows: in a batch. learning_rate: its peak. continue_time: share of the time in which the
+    base generates continuations. continued_share: share of the rows that are such continuations."""
 
     minutes: float
     seed: int
     rows: int = 6
     row_tokens: int = 160  # as many as are decoded later: 64 of a prompt and 96 new ones
     learning_rate: float = 4e-3
-    own_time: float = 0.12
-    own_share: float = 0.5
+    continue_time: float = 0.12
+    continued_share: float = 0.5
 
 
 class Rows(Dataset):
-    """Random windows of `ids` (T,) and rows of `own` (R, row_tokens), seeded by index: row i is always the same."""
+    """Random windows of `ids` (T,) and rows of `continued` (R, row_tokens), seeded by index: row i stays the same."""
 
-    def __init__(self, ids: Tensor, own: Tensor, options: LiveOptions) -> None:
-        self.ids, self.own, self.options = ids, own, options
+    def __init__(self, ids: Tensor, continued: Tensor, options: LiveOptions) -> None:
+        self.ids, self.continued, self.options = ids, continued, options
 
     def __len__(self) -> int:
         return 10**7
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         rng = random.Random(self.options.seed * len(self) + index)
-        if len(self.own) and rng.random() < self.options.own_share:
-            row = self.own[rng.randrange(len(self.own))]
+        if len(self.continued) and rng.random() < self.options.continued_share:
+            row = self.continued[rng.randrange(len(self.continued))]
         else:
             start = rng.randrange(len(self.ids) - self.options.row_tokens)
             row = self.ids[start : start + self.options.row_tokens]
@@ -106,7 +106,7 @@ def train_live(
     assert isinstance(head, Eagle3Head)
     head.set_draft_vocabulary(torch.bincount(ids, minlength=len(head.t2d)), model.base)
     with terminal.progress(out, "the base continues prompts") as tell:
-        own = continuations(model.base, ids, options, seconds * options.own_time, tell)
+        continued = continuations(model.base, ids, options, seconds * options.continue_time, tell)
     with (
         terminal.progress(out, "training") as tell,
         tempfile.TemporaryDirectory() as scratch,
@@ -122,7 +122,7 @@ def train_live(
             dataloader_pin_memory=False,
         )  # fmt: skip
         left = max(seconds / 2, seconds - (time.monotonic() - began))
-        trainer = TimedTrainer(model, arguments, train_dataset=Rows(ids, own, options), seconds=left, tell=tell)
+        trainer = TimedTrainer(model, arguments, train_dataset=Rows(ids, continued, options), seconds=left, tell=tell)
         trainer.train()
         tell(1.0, f"{trainer.state.global_step} steps")
     history = next(c.history for c in trainer.callback_handler.callbacks if isinstance(c, _Clock))
@@ -161,7 +161,7 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seco
     A head drafts what the base would write, which differs somewhat from what people wrote.
     """
     rng, prompt = random.Random(options.seed + 1), options.row_tokens // 4
-    made: list[Tensor] = []
+    texts: list[Tensor] = []
     began, count, longest = time.monotonic(), 8, 0.0  # few at first, so that a slow machine finishes some
     while (passed := time.monotonic() - began) + longest < seconds:
         starts = [rng.randrange(len(ids) - prompt) for _ in range(count)]
@@ -173,9 +173,9 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seco
         )  # fmt: skip
         if rows.shape[1] < options.row_tokens:  # out of time
             break
-        made.append(rows.cpu())
+        texts.append(rows.cpu())
         longest = max(longest, time.monotonic() - began - passed)
         count = min(2 * count, 32)
-        tell(min(0.99, (time.monotonic() - began) / seconds), f"{sum(map(len, made))} texts")
-    tell(1.0, f"{sum(map(len, made))} texts")
-    return torch.cat(made) if made else torch.empty(0, options.row_tokens, dtype=torch.long)
+        tell(min(0.99, (time.monotonic() - began) / seconds), f"{sum(map(len, texts))} texts")
+    tell(1.0, f"{sum(map(len, texts))} texts")
+    return torch.cat(texts) if texts else torch.empty(0, options.row_tokens, dtype=torch.long)

@@ -1,11 +1,12 @@
 """Drafters by name, as generate(), the command line and the console take them: `auto`, `head`, `lookup:5`, `ngram`,
-`maxgram`.
+`maxgram`; and by checkpoint, which the room above loads: `model:PATH`, a head's folder, `cascade:DRAFTER+DRAFTER…`.
 
 A new drafter that needs no model of its own is one file and one entry here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ DRAFTERS: Registry[type[Drafter]] = Registry(
 )
 
 
+# (the text, the base, its head) → the drafter; specheads.models.named adds its own when it is imported.
+CHECKPOINT_LOADERS: list[Callable[[str, Any, Drafter | None], Drafter]] = []
+
+
 def gives_draft_probs(text: str) -> bool:
     """May the drafter of this name give draft probabilities? Copies, cascades and "auto" draft point masses."""
     kind = text.partition(":")[0]
     return kind not in ("auto", "cascade") and (kind not in DRAFTERS or bool(DRAFTERS[kind].gives_draft_probs))
 
 
-def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
+def as_drafter(draft: Any, head: Drafter | None = None, base: Any = None) -> Drafter | None:
     """What `draft` stands for: True or "head" for `head`, "auto" for `AutoDrafter`, a text of DRAFTERS, a drafter
-    itself; None for False, None or "none".
+    itself; None for False, None or "none". base: for which checkpoints are loaded; None: they are refused.
 
     ValueError for "head" where there is none and for an unknown name; TypeError for what cannot draft.
     """
@@ -47,6 +52,8 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
     if isinstance(draft, str) and draft.partition(":")[0] == "auto":
         costs = draft.partition(":")[2]
         return AutoDrafter(head, CostTable.load(Path(costs)) if costs else None)
+    if isinstance(draft, str) and base is not None and _names_checkpoint(draft) and CHECKPOINT_LOADERS:
+        return CHECKPOINT_LOADERS[0](draft, base, head)
     if isinstance(draft, str):
         try:
             refuse_unknown([draft.partition(":")[0]], ["auto", "head", "none", *DRAFTERS], "drafter")
@@ -57,3 +64,8 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
             ) from error
         return DRAFTERS.build(draft)
     return with_defaults(draft)
+
+
+def _names_checkpoint(draft: str) -> bool:
+    kind = draft.partition(":")[0]
+    return kind in ("model", "cascade") or (kind not in DRAFTERS and ("/" in draft or Path(draft).is_dir()))

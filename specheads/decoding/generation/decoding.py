@@ -57,7 +57,7 @@ class Decoding:
         compile: bool | str,
     ) -> Decoding:  # fmt: skip
         """From generate()'s arguments of the same names. ValueError or TypeError for those that cannot be combined."""
-        found = as_drafter(draft)
+        found = as_drafter(draft, base=base)
         plan, rule = as_plan(tree, found), as_rule(accept)
         if found is None and plan is not None:
             raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specheads.decoding.planner.adaptive import AdaptiveChain
 from specheads.decoding.planner.best_first import BestFirstTree
 from specheads.decoding.planner.dynamic import DynamicTree
 from specheads.decoding.planner.plan import Plan
@@ -27,15 +28,15 @@ def static(nodes: int = 16, *, draft_depth: int = STATIC_DEPTH) -> StaticTree:
 PLANS: Registry[Callable[..., Plan]] = Registry(
     "tree", "tree",
     {
-        "chain": chain, "comb": comb, "dynamic": DynamicTree, "best": BestFirstTree, "static": static,
-        "sampled": SampledTree,
+        "chain": chain, "adaptive": AdaptiveChain, "comb": comb, "dynamic": DynamicTree, "best": BestFirstTree,
+        "static": static, "sampled": SampledTree,
     },
     commas=True,
 )  # fmt: skip
 
 
 def tree_named(text: str, depth: int | None = None) -> Plan:
-    """chain:4 | comb:5[,2] | dynamic:60,7,10 | best:64,8,7 | static[:16] | sampled:2,2,1 → the plan.
+    """chain:4 | adaptive:8 | comb:5[,2] | dynamic:60,7,10 | best:64,8,7 | static[:16] | sampled:2,2,1 → the plan.
 
     depth: of a static tree; None: STATIC_DEPTH. ValueError for anything else.
     """

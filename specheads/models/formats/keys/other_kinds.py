@@ -55,7 +55,7 @@ def _latent(config: dict[str, Any]) -> bool:
 OTHER_KINDS = (
     OtherKind(
         "a PARD draft model, which drafts several tokens in one pass",
-        "it is a whole model: give it to DraftModel (`--assistant` or `model:PATH` on a command line), which drafts "
+        "it is a whole model: give it to DraftModel (`--draft model:PATH` on a command line), which drafts "
         "with it one token at a time",
         lambda config: config.get("pard_token") is not None or config.get("spd_type") == "pard",
         model=True,

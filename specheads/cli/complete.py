@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from specheads_cli.shipped import Kind, recipe_names, summary
+from specheads.cli.shipped import Kind, recipe_names, summary
 
 # The registries import torch, so their usages are repeated here, in their order; a test compares them.
 LOSSLESS = ("exact", "block", "traversal")
@@ -17,8 +17,9 @@ LOSSY = (
 )  # fmt: skip
 RULES = (*LOSSLESS, *LOSSY)
 TREES = (
-    "chain:DEPTH", "comb:DEPTH[,WIDTH]", "dynamic[:BUDGET[,DEPTH[,TOP_K]]]", "best[:BUDGET[,DEPTH[,WIDTH[,BEAMS]]]]",
-    "static[:NODES]", "sampled[:BRANCHES,…]",
+    "chain:DEPTH", "adaptive[:MAX_DEPTH[,CONFIDENCE[,SAMPLED]]]", "comb:DEPTH[,WIDTH]",
+    "dynamic[:BUDGET[,DEPTH[,TOP_K]]]", "best[:BUDGET[,DEPTH[,WIDTH[,BEAMS]]]]", "static[:NODES]",
+    "sampled[:BRANCHES,…]",
 )  # fmt: skip
 DRAFTERS = ("lookup[:NUM_TOKENS]", "ngram[:N]", "maxgram[:BIGRAMS]")
 ENGINES = (

@@ -1,7 +1,7 @@
 """The recipes that come with the package, by name: `eagle3` is recipes/eagle3.yaml, `accelerate/ddp` a launch config.
 
-A wheel holds the repository's recipes/ as specheads/recipes/ (see setup.py). Nothing here imports specheads, so that
-listing and completing names does not wait for torch.
+A wheel holds the repository's recipes/ as specheads/recipes/ (see setup.py). Nothing here imports torch, so that
+listing and completing names is quick.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ USES: dict[Kind, str] = {
 
 def recipes_dir() -> Path:
     """In the package if it was installed from a wheel, else beside it."""
-    above = Path(__file__).resolve().parent.parent
-    installed = above / "specheads" / "recipes"
-    return installed if installed.is_dir() else above / "recipes"
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def recipe_names(kind: Kind | None = None) -> list[str]:

@@ -1,19 +1,50 @@
-"""The scripts in train/: their options, and their end, which is that of the commands.
+"""What the scripts in train/ and the commands that take a recipe share: a flag that is an option of recipes is answered
+with its KEY=VALUE, and bad input ends in one line.
 
-They import torch in run_script(), after listen(), so that Ctrl-C during that import is one line, too.
+The scripts import torch in run_script(), after listen(), so that Ctrl-C during that import is one line, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from specheads_cli.errors import report
-from specheads_cli.interrupt import say_stopped
-from specheads_cli.recipe_options import flag_hint, near_flag
+import typer
+
+from specheads.cli.app import Command
+from specheads.cli.errors import report, say_stopped, value_after
+
+
+class RecipeCommand(Command):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)  # parsing empties it
+        known = [flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)]
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            flag = getattr(error, "option_name", "")
+            if not flag or flag in known:
+                raise
+            raise ValueError(f"no such option: {flag}{flag_hint(flag, words, known)}") from None
+
+
+def flag_hint(flag: str, words: Sequence[str], known: Iterable[str]) -> str:
+    """`; did you mean KEY=VALUE?` for an unknown flag among the words, if it is an option of recipes or similar to one;
+    or the program's known flag that is similar."""
+    from specheads.training.recipe.recipe import key_hint
+
+    value = value_after([flag], words)
+    value = "…" if value is None or value.startswith("-") else value
+    return key_hint(flag, value, similar=False) or near_flag(flag, known) or key_hint(flag, value, similar=True)
+
+
+def near_flag(flag: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(flag.lstrip("-"), [name.lstrip("-") for name in known], n=1)
+    return f"; did you mean --{near[0]}?" if near else ""
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -44,14 +75,14 @@ class RecipeParser(Parser):
         self.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.given = sys.argv[1:] if args is None else list(args)
-        return super().parse_intermixed_args(self.given, namespace)
+        self.words = sys.argv[1:] if args is None else list(args)
+        return super().parse_intermixed_args(self.words, namespace)
 
     def error(self, message: str) -> Any:
         super().error(message.replace("required: recipe, key=value", "required: recipe"))
 
     def hint(self, flag: str) -> str:
-        return flag_hint(flag, self.given, self._option_string_actions)
+        return flag_hint(flag, self.words, self._option_string_actions)
 
 
 def options_from(kind: Any, description: str | None, arguments: Sequence[str] | None) -> Any:
@@ -62,8 +93,8 @@ def options_from(kind: Any, description: str | None, arguments: Sequence[str] | 
         pass
 
     parser = FieldParser([kind], description=description, formatter_class=Help)
-    given = None if arguments is None else list(arguments)
-    options, *rest = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    words = None if arguments is None else list(arguments)
+    options, *rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     if rest[-1]:
         parser.error(f"unrecognized arguments: {' '.join(rest[-1])}")
     return options
@@ -78,4 +109,4 @@ def run_script(program: str, work: Callable[[], int | None], flags: Sequence[str
     except KeyboardInterrupt as stopped:
         return say_stopped(program, stopped)
     except Exception as error:
-        return report(error, program, {name: f"--{name}" for name in flags})
+        return report(error, program, {name.replace("-", "_"): f"--{name}" for name in flags})

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import platform
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from specheads.cli.app import output
+from specheads.cli.doctor import requirements
+from specheads.cli.options.checkpoints import DoctorOptions
 
-from specheads_cli import requirements
-from specheads_cli.app import Json, app, emit
 
-
-@app.command()
-def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Also check whether the model hub answers.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Check what is installed, and what will be fast or slow here.
-
-    It lists the packages that are installed, missing or too old, and the devices. The exit status is 1 if a required
-    package is missing, too old or does not load.
-
-    \b
-    Examples:
-      specheads doctor
-      specheads doctor --network
-      specheads doctor --json > machine.json
-    """
-    record = examine(network)
-    if as_json:
-        emit(record)
-    else:
-        print("\n".join(lines(record)))
-    if record["problems"]:
-        raise typer.Exit(1)
+def run(options: DoctorOptions) -> int:
+    record = examine(options.network)
+    output(record, lambda record: print("\n".join(lines(record))), options.as_json)
+    return int(bool(record["problems"]))
 
 
 def examine(network: bool) -> dict[str, Any]:
@@ -43,7 +23,7 @@ def examine(network: bool) -> dict[str, Any]:
     machine: dict[str, Any] = {"python": platform.python_version()}
     if not problems:
         try:
-            from specheads.cli.commands.machine import machine_record
+            from specheads.cli.doctor.machine import machine_record
 
             machine = machine_record(network)
         except (ImportError, OSError) as error:  # OSError: a shared library is missing

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedModel
 
+from specheads import terminal
+from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.decoding.text import TextPieces
-from specheads.terminal import write
 
 # Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "yellow", "red", "bright_red")
@@ -51,7 +53,7 @@ class TokenStream:
         self._flush(0)
         *drafted, self.held = value.flatten().tolist()
         for depth, token in enumerate(drafted, start=1):
-            self._show(token, depth)
+            self.show(token, depth)
         self.drafted = len(drafted)
 
     def end(self) -> None:
@@ -62,15 +64,15 @@ class TokenStream:
 
     def _flush(self, depth: int, *, last: bool = False) -> None:
         if self.held is not None:
-            self._show(self.held, depth, last=last)
+            self.show(self.held, depth, last=last)
             self.held = None
 
-    def _show(self, token: int, depth: int, *, last: bool = False) -> None:
+    def show(self, token: int, depth: int, *, last: bool = False) -> None:
         self.depths.append(depth)
         if self.prompt:
-            write(self.console, self.prompt, "bright_black")
+            terminal.write(self.console, self.prompt, "bright_black")
             self.prompt = ""
-        write(self.console, self.pieces.add(token, last=last), depth_style(depth) if self.colored else "")
+        terminal.write(self.console, self.pieces.add(token, last=last), depth_style(depth) if self.colored else "")
 
 
 def depth_counts(depths: Sequence[int]) -> str:
@@ -78,3 +80,22 @@ def depth_counts(depths: Sequence[int]) -> str:
     drafted = [d for d in depths if d]
     each = ", ".join(f"{drafted.count(d)} at depth {d}" for d in sorted(set(drafted)))
     return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")
+
+
+def write_text(
+    out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
+    **arguments: Any,
+) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
+    """Stream the text that `base` generates after `prompt` → generate()'s output, and the draft depth of each token.
+
+    With color_depth the prompt is printed too, in another colour or, without colours, followed by ▶."""
+    before = (prompt if terminal.has_colors(out) else prompt + "▶") if color_depth else ""
+    stream: Any = TokenStream(out, tokenizer, colored=color_depth, prompt=before)
+    try:
+        result: Any = generate(base, **inputs, **arguments, streamer=stream, return_dict_in_generate=True)
+    except BaseException:
+        if stream.depths:  # the error begins a line of its own
+            terminal.write(out, "\n")
+        raise
+    stream.close(result.steps[-1].accepted[0])
+    return result, stream.depths

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file, refuse_folder
-from specheads_cli.complete import complete_recipe
-from specheads_cli.shipped import find_recipe
+from specheads.cli.app import emit
+from specheads.cli.complete import complete_recipe
+from specheads.cli.errors import refuse_file, refuse_folder
+from specheads.cli.options.typed import Base, Device, DType, Json
+from specheads.cli.shipped import find_recipe
 
 
-@app.command()
 def sweep(
     recipe: Annotated[
         str | None,

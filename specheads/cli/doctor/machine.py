@@ -1,4 +1,4 @@
-"""`specheads doctor` for the machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
+"""The machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def _name(dtype: torch.dtype) -> str:
 def _compiler() -> str:
     """The compiler that torch.compile would use."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
+    compiler = next((path for path in map(shutil.which, names) if path), None)
+    if compiler is None:
         return f"none of {', '.join(names)}, so torch.compile fails: install g++, or name one in CXX"
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        return f"{found}, but no triton, so torch.compile fails on the GPU: pip install triton"
-    return f"{found}, which torch.compile uses"
+        return f"{compiler}, but no triton, so torch.compile fails on the GPU: pip install triton"
+    return f"{compiler}, which torch.compile uses"
 
 
 def _bfloat16() -> str:

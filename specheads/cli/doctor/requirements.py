@@ -84,12 +84,12 @@ def _least() -> dict[str, tuple[str, str | None]]:
         lines = metadata.requires("specheads") or []
     except metadata.PackageNotFoundError:
         return {}
-    found: dict[str, tuple[str, str | None]] = {}
+    least: dict[str, tuple[str, str | None]] = {}
     for line in lines:
         read = re.match(r"([\w.-]+)\s*>=\s*([\d.]+)(?:.*extra == ['\"]([\w-]+)['\"])?", line)
         if read is not None and read[3] != "dev":
-            found.setdefault(read[1].lower(), (read[2], read[3]))
-    return found
+            least.setdefault(read[1].lower(), (read[2], read[3]))
+    return least
 
 
 def _release(version: str) -> tuple[int, ...]:

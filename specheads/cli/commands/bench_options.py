@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file
+from specheads.cli.app import emit
+from specheads.cli.errors import refuse_file
+from specheads.cli.options.typed import Base, Device, DType, Json
 
 
-@app.command()
 def bench(
     model: Annotated[
         str | None,

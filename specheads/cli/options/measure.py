@@ -1,0 +1,140 @@
+"""The options of evaluate, parity, calibrate and tune."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specheads.cli.options.shared import HEAD, MODEL, Drafting, Output, Placement
+from specheads.options import OptionError, argument, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Drafting, Placement, Output):
+    """Measure a drafter with real decoding.
+
+    The tables show tokens/s, accepted length, and whether the text is the same. The drafter takes turns with
+    transformers' generate() and with our own loop without drafts, greedily on the same prompts. With --accept it also
+    runs under that rule, beside the exact one. Rows with 'messages' go through the chat template up to the user's first
+    turn. A token counts as repeated text if the 8 tokens that end with it occurred before in the same text.
+
+    \b
+    Examples:
+      specheads evaluate out/head
+      specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
+      specheads evaluate out/head --prompts questions.txt --chat --batch-size 8
+      specheads evaluate google/flan-t5-large --draft model:google/flan-t5-small --prompts questions.txt
+    """
+
+    model: str = argument("MODEL", MODEL)
+    prompts: Path | None = option(
+        None,
+        "File of prompts: .jsonl ('messages', 'prompt' or 'text'), or one prompt per line (default: held-out source "
+        "files).",
+    )
+    chat: bool = option(False, "Format text prompts with the chat template.")
+    max_new_tokens: int = option(128, "Maximum tokens to generate.", min=1)
+    num_prompts: int | None = option(None, "Number of prompts (default: 8, or all of the file).", min=1)
+    batch_size: int = option(1, "Prompts at a time; with 2 or more a row that ends takes the next prompt.", min=1)
+    repeats: int = option(3, "Repeats; each prompt batch counts with its median.", min=1)
+    draft: str | None = option(None, "What drafts, as in generate (default: the head, or else lookup).", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        if self.chat and self.prompts is None:
+            raise OptionError("{chat}: the held-out files are not chats; give {prompts}", chat=True, prompts=...)
+        if self.draft == "none":
+            raise OptionError("{draft}: there is no drafter to measure; name one", draft="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions(Placement, Output):
+    """Compare real decoding's accepted length with training's.
+
+    Training's is what its forward computes for the text that was decoded. Training runs this at its end, if the model
+    is whole on one process. The exit status is 3 if the two differ.
+
+    \b
+    Examples:
+      specheads parity out/head --data my.jsonl
+      specheads parity out/head --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
+    """
+
+    model: str = argument("MODEL", HEAD)
+    data: list[str] = option(help="Rows the head was not trained on: file, glob or hub id.")
+    prompts: int = option(8, "Number of rows whose prompts are decoded.", min=1)
+    max_new_tokens: int = option(64, "Maximum tokens to generate.", min=1)
+    tolerance: float = option(0.02, "Largest relative difference that passes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(Placement, Output):
+    """Find the static tree that suits a head.
+
+    It holds the drafts that were right most often on data. A larger tree accepts more and costs more to verify: choose
+    the size by the printed table or with `evaluate --tree`.
+
+    \b
+    Examples:
+      specheads calibrate out/head --data my.jsonl --num-nodes 16 --save
+      specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 --json
+    """
+
+    model: str = argument("MODEL", HEAD)
+    data: list[str] = option(
+        help="Rows to count ranks on, as for training: files or a hub id; best is the base's own text."
+    )
+    num_nodes: int = option(16, "Nodes of the tree, including its root.", min=2, max=1024)
+    max_depth: int | None = option(None, "Maximum depth of the tree, in drafted tokens.", min=1)
+    max_length: int = option(1024, "Maximum tokens per row.", min=4)
+    save: bool = option(False, "Make it the default tree of the checkpoint.")
+
+    def __post_init__(self) -> None:
+        if self.save and not Path(self.model).is_dir():
+            raise OptionError(
+                f"{{save}}: {self.model} is not a directory here, so its default tree cannot be written", save=True
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(Placement, Output):
+    """Measure what a decoding step costs on this machine.
+
+    The costs are for `--draft auto` and draft="auto". It times verification over nodes and context length, drafting
+    over levels, and the rest of the loop, and writes one small file that generate() finds by base, head, device, dtype,
+    batch size and whether steps are compiled. generate() never measures by itself. Let nothing else run meanwhile.
+
+    \b
+    Examples:
+      specheads tune out/head
+      specheads tune out/head --compile
+      specheads tune out/head --batch 8 --dtype bfloat16
+      specheads tune out/eagle3 out/medusa --search texts.json
+      specheads tune out/head --output costs.json
+    """
+
+    models: list[str] = argument("MODEL...", "Head checkpoints or plain models, each tuned in turn.")
+    batch: int = option(1, "Rows per batch; the file keeps other sizes measured by the same versions.", min=1)
+    nodes: list[int] | None = option(
+        None,
+        "Nodes per row to time (repeatable; must include 1; default: 1 … 64, compiled 1, 6, 16 and 32).",
+        min=1,
+    )
+    lengths: list[int] | None = option(
+        None, "Tokens of context (repeatable; default: 128 and 1024).", flags=("--length",), min=1
+    )
+    rounds: int = option(3, "Rounds in which all measurements take turns; the fastest counts.", min=1)
+    compile: bool = option(False, "Time compiled steps, for compile=True; compiling them takes minutes.")
+    search: Path | None = option(
+        None,
+        "Also list which head and tree would be fastest on recorded texts, and save how often the head's drafts were "
+        "right. Written first, from held-out prompts, if it is missing.",
+        metavar="RECORD",
+    )
+    output: Path | None = option(None, "File to write (default: one per model and machine in HF_HOME/specheads/costs).")
+
+    def __post_init__(self) -> None:
+        if self.output is not None and len(self.models) > 1:
+            raise OptionError(
+                f"{{output}} is one file, and {len(self.models)} models are tuned; give one model, or leave it out",
+                output=...,
+            )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
+from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, train, tune
 from specheads_cli.app import DEBUG, OFF, Stopped, app, flags
 from specheads_cli.errors import report, say, usage_error
 from specheads_cli.interrupt import listen, say_stopped
@@ -29,7 +29,6 @@ __all__ = [
     "measure",
     "recipes",
     "run",
-    "sweep",
     "train",
     "tune",
 ]

@@ -10,7 +10,7 @@ import typer
 # From a first look over training and decoding to measuring and to other programs.
 ORDER = (
     "doctor", "demo", "info", "recipes", "features", "train", "curves", "parity", "calibrate", "generate", "chat",
-    "tune", "evaluate", "bench", "sweep", "export", "import",
+    "tune", "evaluate", "bench", "export", "import",
 )  # fmt: skip
 _VALUES = {"str": "TEXT", "int": "INT", "float": "NUMBER", "path": "PATH"}  # Typer's name of a type → ours
 

@@ -26,7 +26,7 @@ def recipes(
 ) -> None:
     """List the recipes that come with specheads, or print one.
 
-    They are for train, features, sweep and accelerate launch.
+    They are for train, features, bench and accelerate launch.
 
     \b
     Examples:

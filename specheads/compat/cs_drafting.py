@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.bench.sweep import tasks
+from specheads.bench.compare import tasks
 from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDraftingModel, _Counted, _Recorded
 from specheads.compat.plain import checked_model, checked_row, generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.generation.recorded import Record, replay
 from specheads.decoding.verify.hf_base import vocabulary_size
-from specheads.options import require_number, require_whole, shown
+from specheads.options import refuse_unknown, require_number, require_whole, shown
 
 
 def csd(
@@ -99,7 +99,11 @@ def get_test_set(dataset_name: str, data: str | Sequence[str] = ()) -> list[dict
     """Rows of gsm8k, mmlu or sampled_mmlu, from local files (`data`) or the hub; MMLU's in the columns input, A, B, C,
     D, target."""
     files = [data] if isinstance(data, str) else list(data)
-    rows = [dict(row) for row in tasks.rows_of(tasks.source_of(dataset_name, files), files)]
+    if dataset_name == "sampled_mmlu" and not files:
+        raise ValueError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by data")
+    name = dataset_name.removeprefix("sampled_")
+    refuse_unknown([name], tasks.SOURCES, "task")
+    rows = [dict(row) for row in tasks.rows_of(name, files)]
     if "mmlu" not in dataset_name:
         return rows
     return [tasks.mmlu_columns(row) for row in rows]

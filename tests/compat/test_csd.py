@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads import MaxGram, compat
-from specheads.bench.sweep.tasks import load_task
+from specheads.bench.compare.tasks import load_task
 from tests.support.seq2seq_models import tiny_t5
 from tests.support.tiny_models import near, tiny_llama
 
@@ -219,7 +219,7 @@ def test_their_rows_and_prompts_are_those_of_the_sweep(tmp_path, cache_in_tmp):
         assert compat.get_test_set("sampled_mmlu", str(tmp_path / f"{number}.json")) == [theirs]
         assert (
             compat.format_initial_input(row, "sampled_mmlu")
-            == load_task("mmlu", None, data=[str(tmp_path / f"{number}.json")]).questions[0].prompt
+            == load_task(f"mmlu:{tmp_path / f'{number}.json'}", None).questions[0].prompt
         )
     without_answer = {name: text for name, text in theirs.items() if name != "target"}
     assert compat.format_initial_input(without_answer, "mmlu") == compat.format_initial_input(theirs, "mmlu")

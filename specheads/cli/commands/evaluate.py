@@ -8,8 +8,8 @@ from typing import Any
 
 from specheads import terminal
 from specheads.bench import decoders, environment, report, runner
+from specheads.bench.batches import batch_by_batch
 from specheads.bench.decoders import REFERENCE
-from specheads.bench.queues import batch_by_batch
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.conversation import Conversation
 from specheads.decoding.acceptance import Acceptance

@@ -12,6 +12,8 @@ from specheads.decoding.acceptance.named import RULES
 
 AXES = {"accuracy": "accuracy (share of right answers)", "nats": "nats a token from the base (at T = 0 mean KL)"}
 
+MARKERS = "osv^D<>pX"  # with matplotlib's ten colours: ninety curves that differ
+
 
 def require_matplotlib() -> None:
     """ImportError, with what to do, if matplotlib is not installed."""
@@ -86,9 +88,14 @@ def trade_offs(record: dict[str, Any]) -> Any:
     )
     for line, (cell, rows) in zip(panels, cells.items(), strict=True):
         for panel, name in zip(line, along, strict=True):
-            for label, points in curves(rows).items():
+            for number, (label, points) in enumerate(curves(rows).items()):
                 shown = [p for p in points if p[name] is not None]
-                panel.plot([p[name] for p in shown], [p["over_exact"][0] for p in shown], marker="o", label=label)
+                panel.plot(
+                    [p[name] for p in shown],
+                    [p["over_exact"][0] for p in shown],
+                    marker=MARKERS[number % 9],
+                    label=label,
+                )
             panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
             panel.set_xlabel(AXES[name])
             panel.set_ylabel("speed over the exact rule")

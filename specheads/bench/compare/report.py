@@ -30,7 +30,7 @@ LEGEND = {  # by a column that the line explains
     "resampling the prompt batches.",
     "accepted length": "accepted length: tokens a step and row, the base's own included. same text: texts equal to the "
     "reference's, of all; sampled texts are not compared.",
-    "nats": "accuracy: right answers. nats: a token, between the base and the text (docs/bench.md); 0 for a lossless "
+    "nats": "accuracy: right answers. nats: a token, between the base and the text (docs/sweeps.md); 0 for a lossless "
     "rule. × exact: tokens/s over the same drafts under the exact rule.",
     "reviews": "reviews: passes of the base / of each draft of a cascade that reviews. SWI: speed over plain decoding "
     "by their costs (standardised walltime improvement).",

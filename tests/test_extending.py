@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specheads
-from specheads.bench.sweep.grid import Sweep
+from specheads.bench.compare.decoder_texts import expand
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.drafters import DRAFTERS
 from specheads.decoding.planner import PLANS
@@ -63,8 +63,8 @@ def test_what_the_document_adds_decodes(registries, scope, tmp_path, monkeypatch
         assert name == "An acceptance rule" or torch.equal(output, greedy), name
 
     assert RULES.write(RULES.build("at_least:0.3")) == "at_least:0.3" and "at_least[:FLOOR]" in RULES.expected
-    sweep = Sweep(("repeat:4",), accept=("at_least",), thresholds=(0.2, 0.4), trees=("fork:3",))
-    assert sweep.rules() == ["at_least:0.2", "at_least:0.4"]
+    texts = expand(["repeat:4"], ["fork:3"], ["at_least:0.2,0.4"])
+    assert texts[1:] == [f"repeat:4 tree=fork:3 accept=at_least:{floor}" for floor in (0.2, 0.4)]
     with pytest.raises(ValueError, match=r"'at_least:2': floor=2\.0 must be a probability"):
         specheads.generate(scope["target"], **scope["inputs"], draft="repeat", accept="at_least:2")
     assert PLANS.build("fork:3").num_nodes == 7 and PLANS.usage("fork") == "fork:DEPTH[,WIDTH]"

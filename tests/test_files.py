@@ -13,12 +13,9 @@ import pytest
 from specheads.bench import report
 from specheads.bench.compare import report as compare_report
 from specheads.bench.environment import environment
-from specheads.bench.sweep import report as sweep_report
-from specheads.bench.sweep.grid import Setting
 from specheads.decoding.generation.recorded import Record
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.files import replacing, write_whole
-from tests.bench.test_sweep_report import row_of
 from tests.support.auto_costs import costs
 from tests.support.full_disk import fill_disk
 from tests.support.killable_fork import fork
@@ -35,17 +32,10 @@ def write_comparison(folder, number):
     compare_report.write(folder, record, plots=False)
 
 
-def write_sweep(folder, number):
-    record = {"environment": environment(), "task": "gsm8k", "speed_prompts": 2, "clock": "wall", "repeats": 1}
-    rows = [row_of(Setting("none"), prompts=number)]
-    sweep_report.write(folder, rows, {**record, "command": "", "max_new_tokens": 10 * number}, plots=False)
-
-
 # Each writes its files into a folder, with other contents for each number.
 REPORTS = {
     "figures": lambda folder, number: report.write(folder, "figures", f"# {number}", {"a": number}),
     "bench": write_comparison,
-    "sweep": write_sweep,
 }
 WRITERS = REPORTS | {
     "costs": lambda folder, number: CostTable(None, {number: costs()}).save(folder / "costs.json"),

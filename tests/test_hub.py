@@ -268,7 +268,7 @@ def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
 
 @pytest.mark.parametrize("command", ["generate {} --prompt a", "chat {}", "evaluate {}", "tune {}", "info {}",
                                      "export {} out --to vllm", "parity {} --data a.jsonl", "bench . -d {}",
-                                     "sweep --head {}"])  # fmt: skip
+                                     "bench {}"])  # fmt: skip
 def test_the_name_alone_of_a_shipped_head_is_answered_with_its_path(command, capsys, no_network):
     code, out, err = run(capsys, *command.format("egle3").split())
     assert (code, out) == (2, "") and f"(did you mean {ROOT / 'checkpoints' / 'eagle3'}?)" in err

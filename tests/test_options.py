@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from specheads.bench.sweep.grid import Sweep
+from specheads.bench.compare.options import BenchOptions
 from specheads.options import OptionError, refuse_unknown, require_packages
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.features.plan import SaveOptions
@@ -55,13 +55,9 @@ def test_an_option_is_spelled_as_the_front_door_has_it_with_its_value_or_alone()
          "--dtype int7: expected"),
         (lambda: SaveOptions("o", teacher_probs="top"), "teacher_probs='top': expected",
          "features r.yaml --teacher-probs top", "--teacher-probs top: expected"),
-        (lambda: Sweep(("x",), gamma=0), "gamma=0 must be", "sweep --head x --gamma 0", "--gamma 0 must be"),
-        (lambda: Sweep.from_dict({}), "^drafters is missing", "sweep", "--head is missing"),
-        (lambda: Sweep(("x",), top_k="y"), "top_k='y' is not a whole", "sweep --head x --top-k y",
-         "--top-k y is not a whole"),
-        (lambda: Sweep(("x",), trees="chain:2", gamma=3), "^trees and gamma both",
-         "sweep --head x --tree chain:2 --gamma 3", "--tree and --gamma both"),
-        (lambda: Sweep(("x",), gamma=0), "gamma=0 must be", "sweep s.yaml --head x", "gamma=0 must be"),
+        (lambda: BenchOptions(batch=0), "batch=0 must be", "bench x --batch 0", "--batch 0 must be"),
+        (lambda: BenchOptions(top_k="y"), "top_k='y' is not a whole", "bench x --top-k y", "--top-k y is not a whole"),
+        (lambda: BenchOptions(batch=0), "batch=0 must be", "bench x --recipe s.yaml", "batch=0 must be"),
         (lambda: LaunchConfig(2, "many"), "launch.distributed='many': expected",
          "train t.yaml --dry-run launch.distributed=x", "launch.distributed='x': expected"),
         (lambda: ParityConfig(max_new_tokens=4), "parity.max_new_tokens=4: expected",
@@ -77,7 +73,7 @@ def test_one_error_is_spelled_for_python_and_for_the_command(
         called()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("base: x")
-    (tmp_path / "s.yaml").write_text("gamma: 0")
+    (tmp_path / "s.yaml").write_text("batch: 0")
     (tmp_path / "t.yaml").write_text("base: x\nhead: {kind: medusa}\ndata: {train: x}\ntraining: {output_dir: o}\n")
     code, _, err = run(capsys, *command.split())
     assert code == 2 and err.startswith(f"specheads: {said}"), err

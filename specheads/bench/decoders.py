@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from specheads.bench.limits import cut, take_row_options
+from specheads.bench.batches import cut, take_row_options
 from specheads.bench.runner import Decoder, Output, Stopwatch, await_turn
 from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import generate_many
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
@@ -48,6 +48,8 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
 
     The seed of a batch's first row seeds torch's global generator, from which all rows are sampled."""
     given: dict[str, Any] = {"do_sample": False, **options}
+    if not given.get("stop_strings", True):
+        del given["stop_strings"]  # transformers asks for a tokenizer even if there are none
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
         inputs, limits, seeds = take_row_options(batch, max_new_tokens)
@@ -132,7 +134,10 @@ def specheads_generate(
         gains = [[len(step.tokens[row]) for step in out.steps if step.tokens[row]] for row in numbers]
         accepted = [[step.accepted[row] for step in out.steps if step.tokens[row]] for row in numbers]
         tokens = new_tokens(base, batch, out.sequences)
-        return Output(tokens, out.statistics() | counts(gains), gains, accepted=accepted)
+        reviews = {}
+        if isinstance(draft, Cascade) and len(tokens) == 1:  # the rows of a batch share the passes that it counts
+            reviews = {"draft_reviews": list(draft.reviews if gains[0][1:] else [0] * len(draft.drafts))}
+        return Output(tokens, out.statistics() | counts(gains) | reviews, gains, accepted=accepted)
 
     def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer, seeds: list[int] | None) -> Output:
         rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)

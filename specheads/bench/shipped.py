@@ -21,7 +21,7 @@ def find_base(checkpoints: Path | None) -> Path:
     """base/ in `checkpoints`, or in the shipped folder if that is None. FileNotFoundError if it does not exist."""
     base = (checkpoints or corpus.checkpoints_dir()) / "base"
     if not (base / "config.json").is_file():
-        raise FileNotFoundError(f"no base model at {base}: give --checkpoints a folder that holds base/")
+        raise FileNotFoundError(f"no base model at {base}: name a folder that holds base/")
     return base
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from specheads.cli.app import DEBUG, OFF, Command, add_command, app, flags
-from specheads.cli.commands import bench_options, sweep_options
+from specheads.cli.commands import bench_options
 from specheads.cli.errors import Stopped, listen, report, say, say_stopped, usage_error
 from specheads.cli.options.checkpoints import DoctorOptions, ExportOptions, ImportOptions, InfoOptions
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
@@ -32,7 +32,6 @@ add_command("chat", ChatOptions, "chat.console:run")
 add_command("tune", TuneOptions, "commands.tune:run")
 add_command("evaluate", EvaluateOptions, "commands.evaluate:run")
 app.command("bench", cls=Command)(bench_options.bench)
-app.command("sweep", cls=Command)(sweep_options.sweep)
 add_command("export", ExportOptions, "commands.formats:export")
 add_command("import", ImportOptions, "commands.formats:import_head")
 

@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["train", "sweep", "launch"]
+Kind = Literal["train", "bench", "launch"]
 USES: dict[Kind, str] = {
     "train": "specheads train, specheads features",
-    "sweep": "specheads sweep",
+    "bench": "specheads bench --recipe",
     "launch": "accelerate launch --config_file",
 }
 
@@ -36,7 +36,7 @@ def recipe_names(kind: Kind | None = None) -> list[str]:
 def kind_of(name: str) -> Kind:
     if name.startswith("accelerate/"):
         return "launch"
-    return "sweep" if name.startswith("sweep_") else "train"
+    return "bench" if name.startswith("bench_") else "train"
 
 
 def shipped_recipe(name: str) -> Path:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.bench.compare import tasks
 from specheads.bench.cost import COST_MODELS
-from specheads.bench.sweep import tasks
 from specheads.compat.plain import checked_model, checked_row, generate_raw
 from specheads.decoding.drafters import Cascade, DraftModel, MaxGram
 from specheads.decoding.generation.recorded import Record, replay
@@ -285,7 +285,11 @@ def get_test_set(dataset_name: str, data: str | Sequence[str] = ()) -> list[dict
     """Rows of gsm8k, mmlu or sampled_mmlu, from local files (`data`) or the hub; MMLU's in the columns input, A, B, C,
     D, target."""
     files = [data] if isinstance(data, str) else list(data)
-    rows = [dict(row) for row in tasks.rows_of(tasks.source_of(dataset_name, files), files)]
+    if dataset_name == "sampled_mmlu" and not files:
+        raise ValueError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by data")
+    name = dataset_name.removeprefix("sampled_")
+    refuse_unknown([name], tasks.SOURCES, "task")
+    rows = [dict(row) for row in tasks.rows_of(name, files)]
     if "mmlu" not in dataset_name:
         return rows
     return [tasks.mmlu_columns(row) for row in rows]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from specheads.bench import decoders, environment, report
-from specheads.bench.limits import draw_numbers
+from specheads.bench.batches import batch_by_batch, draw_numbers, split
 from specheads.bench.prompts import held_out_prompts, prompts_from
-from specheads.bench.queues import batch_by_batch, split
 from specheads.bench.runner import Output, race, time_batch, turns
 from specheads.decoding.drafters import DraftModel
 from specheads.decoding.generation import prompt_batches

@@ -10,14 +10,16 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from benchmarks.engines import openvino
 from specheads.bench import decoders
-from specheads.bench.compare import openvino, report, run
-from specheads.bench.compare.cell import BenchSetup, Cell
-from specheads.bench.compare.decoder_texts import Ours, TransformersLookup, expand, parse_decoder
+from specheads.bench.batches import draw_numbers
+from specheads.bench.compare import report, run
+from specheads.bench.compare.decoder_spec import BenchSetup, Cell
+from specheads.bench.compare.decoder_texts import DECODERS, Ours, TransformersLookup, expand, load_engine, parse_decoder
+from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import Peer, PeerError
 from specheads.bench.compare.prompt_sets import PromptSet, default_sets
 from specheads.bench.figures.results import RESULTS, Results
-from specheads.bench.limits import draw_numbers
 from specheads.bench.runner import Output
 from specheads.models.costs import cost_key, cost_path
 from specheads.models.named import Models
@@ -28,8 +30,21 @@ FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
 GREEDY = Cell("p", 1, 0.0)
 
 
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    for name, kind in openvino.ENGINE.decoders.items():
+        monkeypatch.setitem(DECODERS, name, kind)
+
+
 def quiet(fraction, note):
     """No progress."""
+
+
+def race(setup, folder, decoders, sets, specs=None, tell=quiet, **options):
+    """The outcome of a run of these decoders, which are texts, or the specs given."""
+    given = {"batch": 1, "temperature": 0, "max_new_tokens": 4, "repeats": 1, "out": folder, **options}
+    asked = BenchOptions(decoder=decoders, **given)
+    return run.run(asked, setup, specs or run.decoders_of(asked), sets, tell)
 
 
 # ---------------------------------------------------------------------------------------------------- decoders as text
@@ -41,6 +56,8 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
     assert parse_decoder("eagle3 tree=chain:5 accept=fuzzy:js:0.2") == Ours("eagle3", "chain:5", "fuzzy:js:0.2")
     assert parse_decoder("model:a/b:c tree=dynamic:12,4,4") == Ours("model:a/b:c", "dynamic:12,4,4")
     assert parse_decoder("plain refill") == Ours(None, refill=True)
+    cascade = Ours("cascade:model:m+maxgram", k_matrix="[[5, 8], [0, 8]]", leniency=2.0)
+    assert parse_decoder("cascade:model:m+maxgram k=[[5,8],[0,8]] leniency=2") == cascade
     assert parse_decoder("openvino:16:out/head:4:2") == openvino.OpenVINO(16, "out/head", 4, 2)
 
 
@@ -59,6 +76,10 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
         ("'eagle3", "quotation"),
         ("transformers tree=chain:5", "tree"),
         ("transformers-lookup:many", "many"),
+        ("cascade:model:m+maxgram", "takes k=…"),
+        ("cascade:model:m+maxgram k=[[5,8]", "is not a matrix"),
+        ("lookup k=[[5]]", "unknown word 'k'"),
+        ("lookup accept=fuzzy:js:0.1", "lookup gives none"),
         ("openvino:5", "expected openvino, openvino:NUM_TOKENS:HEAD"),
     ],
 )
@@ -70,11 +91,12 @@ def test_a_text_that_names_none_is_refused_with_itself(text, said):
 
 def test_trees_and_rules_multiply_what_names_none():
     assert expand(["transformers", "plain", "eagle3", "lookup tree=chain:2"], ["chain:3", "chain:5"], ["typical"]) == [
-        "transformers", "plain", "eagle3 tree=chain:3 accept=typical", "eagle3 tree=chain:5 accept=typical",
-        "lookup tree=chain:2 accept=typical",
+        "transformers", "plain", "eagle3 tree=chain:3", "eagle3 tree=chain:3 accept=typical", "eagle3 tree=chain:5",
+        "eagle3 tree=chain:5 accept=typical", "lookup tree=chain:2", "lookup tree=chain:2 accept=typical",
     ]  # fmt: skip
-    assert expand(["transformers", "plain", "eagle3"], compile=True) == [
-        "transformers", "plain", "plain compile", "eagle3", "eagle3 compile",
+    rules = ["fuzzy:js,tv:0.1,0.2", "exact", "fuzzy:js:0.1"]
+    assert expand(["head"], [], rules) == [
+        "head", *(f"head accept=fuzzy:{kind}:{t}" for kind in ("js", "tv") for t in ("0.1", "0.2")),
     ]  # fmt: skip
 
 
@@ -112,7 +134,7 @@ def test_auto_asks_the_models_own_generate_for_it(monkeypatch, setup):
 class Scripted:
     """A decoder that gives the prompt's first token `count` times, and logs that it ran."""
 
-    drafters, refill, compiles_as_needed = (), False, False
+    drafters, refill, compiles_as_needed, lossy = (), False, False, False
 
     def __init__(self, name, log, count=3, dies_at=None, fails=None):
         self.name, self.log, self.count, self.dies_at, self.fails = name, log, count, dies_at, fails
@@ -137,19 +159,17 @@ def setup(shipped):
     return BenchSetup(Models.load(str(shipped / "base")), shipped, 4, 8, {})
 
 
-def measured(monkeypatch, setup, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
-    monkeypatch.setattr(run, "parse_decoder", lambda text: specs[text])
-    given = {"reference": next(iter(specs)), "batch": (1,), "temperature": (0.0,), "repeats": 2, **options}
-    asked = run.BenchOptions(tuple(specs), max_new_tokens=4, **given)
+def measured(setup, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
     sets = [PromptSet("p", [list(ids) for ids in prompts], [None] * len(prompts))]
-    return run.run(asked, setup, sets, folder, tell)
+    given = {"reference": next(iter(specs)), "repeats": 2, **options}
+    return race(setup, folder, tuple(specs), sets, specs, tell, **given)
 
 
 def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, setup, tmp_path):
     log = []
     monkeypatch.setattr("gc.freeze", lambda: log.append("|"))
     specs = {name: Scripted(name, log) for name in "abc"}
-    outcome = measured(monkeypatch, setup, tmp_path, specs)
+    outcome = measured(setup, tmp_path, specs)
     orders = ["".join(one["order"]) for one in outcome.rounds]
     # The warm-up takes the shortest and the longest batch, and what it leaves is not looked through for garbage later.
     assert "".join(log) == "aabbcc|" + "".join(orders)
@@ -162,42 +182,42 @@ def test_rounds_of_steps_in_turn_are_those_of_texts(setup, tmp_path):
     sets = [PromptSet("p", [[5, 6], [7, 8, 9]], [None, None])]
     found = {}
     for turns in ("texts", "steps"):
-        asked = run.BenchOptions(("plain", "eagle3"), "plain", (1, 2), (0.0, 1.0), 4, 1, turns=turns, seed=3)
-        found[turns] = run.run(asked, setup, sets, tmp_path, quiet).rounds
+        options = {"reference": "plain", "batch": (1, 2), "temperature": (0, 1), "turns": turns, "seed": 3}
+        found[turns] = race(setup, tmp_path, ("plain", "eagle3"), sets, **options).rounds
     assert len(Results(tmp_path / RESULTS).rows) == 2 * len(found["texts"])  # each is measured for itself
     for one, other in zip(*found.values(), strict=True):
         for name in ("plain", "eagle3"):
             mine, theirs = one["decoders"][name], other["decoders"][name]
             assert mine["gains"] == theirs["gains"] and mine["differs_at"] == theirs["differs_at"]
     with pytest.raises(ValueError, match="'words': expected texts or steps"):
-        run.BenchOptions(("plain",), turns="words")
+        BenchOptions(turns="words")
 
 
 @pytest.mark.parametrize("dies_at", [9, 12, 14])
-def test_a_stopped_run_keeps_its_rounds_and_resumes_with_the_others(monkeypatch, setup, tmp_path, dies_at):
+def test_a_stopped_run_keeps_its_rounds_and_resumes_with_the_others(setup, tmp_path, dies_at):
     log = []
-    stopped = measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log, dies_at=dies_at) for name in "abc"})
+    stopped = measured(setup, tmp_path, {name: Scripted(name, log, dies_at=dies_at) for name in "abc"})
     assert not stopped.complete and len(stopped.rounds) == (dies_at - 6) // 3
     log.clear()
-    whole = measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log) for name in "abc"})
+    whole = measured(setup, tmp_path, {name: Scripted(name, log) for name in "abc"})
     assert whole.complete and whole.rounds[: len(stopped.rounds)] == stopped.rounds and len(whole.rounds) == 4
     assert len(log) == 6 + 3 * (4 - len(stopped.rounds))
     log.clear()
-    again = measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log) for name in "abc"})
+    again = measured(setup, tmp_path, {name: Scripted(name, log) for name in "abc"})
     assert again.rounds == whole.rounds and log == []
 
 
-def test_before_the_first_round_ctrl_c_is_ctrl_c(monkeypatch, setup, tmp_path):
+def test_before_the_first_round_ctrl_c_is_ctrl_c(setup, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", [], dies_at=2)})
+        measured(setup, tmp_path, {"a": Scripted("a", [], dies_at=2)})
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"prompts": ((5, 6), (7, 9))}, {"reference": "b"}])
-def test_another_question_is_measured_anew(monkeypatch, setup, tmp_path, change):
+def test_another_question_is_measured_anew(setup, tmp_path, change):
     log = []
     for options in ({}, change):
         log.clear()
-        measured(monkeypatch, setup, tmp_path, {name: Scripted(name, log) for name in "ab"}, **options)
+        measured(setup, tmp_path, {name: Scripted(name, log) for name in "ab"}, **options)
         assert len(log) == 4 + 8
     assert len(Results(tmp_path / RESULTS).rows) == 8
 
@@ -207,10 +227,10 @@ def test_another_default_tree_other_costs_and_another_peer_are_measured_anew(set
     monkeypatch.setattr("os.getloadavg", lambda: (random.random() * 100, 0, 0))
     version, base = iter(["1.2", "1.2", "1.2", "1.2", "1.3"]), setup.models.target
     setup.peers["fake"] = SimpleNamespace(command=["python"], ask=lambda op: {"fake": next(version)})
-    asked = run.BenchOptions(("eagle3", "eagle3 auto"), "plain")
+    asked = BenchOptions(decoder=("eagle3", "eagle3 auto"), reference="plain")
 
     def identity():
-        return run.identity(asked, setup, {text: parse_decoder(text) for text in asked.decoders})
+        return run.identity(asked, setup, run.decoders_of(asked))
 
     first = identity()
     assert identity() == first, "whatever the load"
@@ -223,11 +243,11 @@ def test_another_default_tree_other_costs_and_another_peer_are_measured_anew(set
     assert len(seen) == 4
 
 
-def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, setup, tmp_path):
+def test_more_repeats_add_to_the_rounds_that_are_there(setup, tmp_path):
     log = []
-    measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", log)}, repeats=1)
+    measured(setup, tmp_path, {"a": Scripted("a", log)}, repeats=1)
     log.clear()
-    outcome = measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", log)}, repeats=3)
+    outcome = measured(setup, tmp_path, {"a": Scripted("a", log)}, repeats=3)
     assert len(outcome.rounds) == 6 and len(log) == 2 + 4
 
 
@@ -243,8 +263,8 @@ def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(se
     monkeypatch.setattr(run, "time_batch", watched)
     setup.max_new_tokens = 12
     names = ("transformers", "plain", "lookup", "eagle3 tree=chain:2", "plain refill")
-    asked = run.BenchOptions(names, batch=(batch,), temperature=(1.5,), max_new_tokens=12, repeats=1, queue=2)
-    outcome = run.run(asked, setup, [PromptSet("p", [[5, 6]] * 4, [None] * 4)], tmp_path, quiet)
+    sets = [PromptSet("p", [[5, 6]] * 4, [None] * 4)]
+    outcome = race(setup, tmp_path, names, sets, batch=batch, temperature=1.5, max_new_tokens=12, queue=2)
     assert outcome.left_out == {}
     texts = {name: [] for name in names}
     for name, rows in zip((name for one in outcome.rounds for name in one["order"]), taken, strict=True):
@@ -265,13 +285,13 @@ def test_no_cell_searches_with_the_beams_of_the_base_s_own_config(setup, monkeyp
         assert drafted == plain and (cell.temperature or theirs == plain)
 
 
-def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, setup, tmp_path):
+def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(setup, tmp_path):
     specs = {
         "ref": Scripted("ref", []), "single": Scripted("single", []), "other": Scripted("other", [], count=2),
         "broken": Scripted("broken", [], fails=5), "late": Scripted("late", [], fails=7),
     }  # fmt: skip
     prompts = ((5, 6), (7, 8, 9), (6, 1, 1, 1))
-    outcome = measured(monkeypatch, setup, tmp_path, specs, prompts=prompts, batch=(1, 3), repeats=1)
+    outcome = measured(setup, tmp_path, specs, prompts=prompts, batch=(1, 3), repeats=1)
     cell, batched = "p, batch 1, T = 0", "p, batch 3, T = 0"
     assert outcome.left_out == {
         "broken": {cell: "cannot take it"}, "single": {batched: "takes one row at a time"},
@@ -284,13 +304,13 @@ def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch,
     by_name = {row["decoder"]: row for row in rows if row["batch"] == 1}
     assert by_name["late"]["texts"] == 1 and by_name["ref"]["same_text"] == 3 and by_name["other"]["same_text"] == 0
     with pytest.raises(PeerError):  # nothing to compare with
-        measured(monkeypatch, setup, tmp_path / "new", specs, prompts=prompts, reference="broken")
+        measured(setup, tmp_path / "new", specs, prompts=prompts, reference="broken")
 
 
-def test_progress_never_goes_back_and_ends_at_1(monkeypatch, setup, tmp_path):
+def test_progress_never_goes_back_and_ends_at_1(setup, tmp_path):
     told = []
     measured(
-        monkeypatch, setup, tmp_path, {name: Scripted(name, []) for name in "ab"}, batch=(1, 2),
+        setup, tmp_path, {name: Scripted(name, []) for name in "ab"}, batch=(1, 2),
         tell=lambda part, note: told.append((part, note)),
     )  # fmt: skip
     parts = [part for part, _ in told]
@@ -305,9 +325,8 @@ MIXED = tuple([5 + i, *range(20, 20 + i)] for i in range(7))
 
 def run_queue(setup, folder, *texts, prompts=MIXED, **options):
     setup.max_new_tokens = 11
-    given = {"batch": (2,), "temperature": (0.0,), "repeats": 1, "queue": 4, "lowest_limit": 2, **options}
-    asked = run.BenchOptions(texts, texts[0], max_new_tokens=11, **given)
-    return run.run(asked, setup, [PromptSet("p", list(prompts), [None] * len(prompts))], folder, quiet)
+    given = {"batch": 2, "queue": 4, "max_new_tokens": "2-11", "reference": texts[0], **options}
+    return race(setup, folder, texts, [PromptSet("p", list(prompts), [None] * len(prompts))], **given)
 
 
 def test_a_refilled_batch_is_measured_beside_an_unfilled_one(setup, tmp_path):
@@ -330,7 +349,7 @@ def test_sampled_texts_of_a_queue_are_measured_too(setup, tmp_path):
     assert outcome.complete and one == two == draw_numbers(7, 2, 11, 0, "limits p")[:4]
 
 
-def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(setup, tmp_path, monkeypatch):
+def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(setup, tmp_path):
     found = {}
 
     class Watching(Scripted):
@@ -343,10 +362,9 @@ def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(setup, 
 
             return decode
 
-    monkeypatch.setattr(run, "parse_decoder", lambda text: Watching(text, []))
     sets = default_sets(setup.models.tokenizer, 64, 128, fewest=16)
-    asked = run.BenchOptions(("a",), "a", (64,), (0.0,), 256, 1, lowest_limit=32, queue=64)
-    run.run(asked, setup, sets, tmp_path, quiet)
+    options = {"reference": "a", "batch": 64, "max_new_tokens": "32-256", "queue": 64}
+    race(setup, tmp_path, "a", sets, {"a": Watching("a", [])}, **options)
     drawn = [torch.tensor(one[use][:64]).double() for one in found.values() for use in ("lengths", "limits")]
     assert [(int(one.min()) >= low, len(one)) for one, low in zip(drawn, (16, 32) * 2, strict=True)] == [(True, 64)] * 4
     # The draws are fixed by the seed: 0.5 is four standard deviations of 64 independent pairs.
@@ -354,17 +372,17 @@ def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(setup, 
 
 
 def test_without_a_range_a_queue_has_one_limit(setup, tmp_path):
-    outcome = run_queue(setup, tmp_path, "plain", "lookup refill", lowest_limit=None, queue=7)
+    outcome = run_queue(setup, tmp_path, "plain", "lookup refill", max_new_tokens=11, queue=7)
     assert [one["decoders"]["lookup refill"]["tokens"] for one in outcome.rounds] == [[11] * 7]
 
 
 def test_refilling_asks_for_a_queue_and_for_what_can_be_refilled(setup, tmp_path):
     with pytest.raises(ValueError, match="'plain refill' refills rows from a queue"):
-        run.BenchOptions(("plain refill",))
+        run.decoders_of(BenchOptions(decoder="plain refill"))
     with pytest.raises(ValueError, match="at least a batch of 16"):
-        run.BenchOptions(("plain",), queue=8)
+        BenchOptions(queue=8)
     with pytest.raises(ValueError, match="the smaller first"):
-        run.BenchOptions(("plain",), max_new_tokens=8, lowest_limit=9)
+        BenchOptions(max_new_tokens="9-8")
 
     class Rigid(type(setup.drafter("lookup"))):
         refillable = False
@@ -375,16 +393,27 @@ def test_refilling_asks_for_a_queue_and_for_what_can_be_refilled(setup, tmp_path
     assert reason == "its rows cannot be refilled: Rigid cannot change the prompt of one row"
 
 
-@pytest.mark.parametrize("change", [{"queue": 5}, {"lowest_limit": 3}])
-def test_another_queue_is_measured_anew(monkeypatch, setup, tmp_path, change):
+@pytest.mark.parametrize("change", [{"queue": 5}, {"max_new_tokens": "3-4"}])
+def test_another_queue_is_measured_anew(setup, tmp_path, change):
     for options in ({}, change):
         log = []
-        given = {"queue": 4, "lowest_limit": 2, **options}
-        measured(monkeypatch, setup, tmp_path, {"a": Scripted("a", log)}, prompts=MIXED, repeats=1, **given)
+        given = {"queue": 4, "max_new_tokens": "2-4", **options}
+        measured(setup, tmp_path, {"a": Scripted("a", log)}, prompts=MIXED, repeats=1, **given)
         assert len(log) > 4
 
 
 # --------------------------------------------------------------------------------------------------------------- peers
+
+
+def test_an_engine_is_registered_by_its_file(tmp_path, monkeypatch):
+    for name in openvino.ENGINE.decoders:
+        monkeypatch.delitem(DECODERS, name)
+    assert load_engine(Path(openvino.__file__)).worker.is_file() and {"openvino", "openvino-lookup"} < {*DECODERS}
+    (tmp_path / "none.py").write_text("")
+    with pytest.raises(ValueError, match="has no ENGINE"):
+        load_engine(tmp_path / "none.py")
+    with pytest.raises(ValueError, match="is not a Python file"):
+        load_engine(tmp_path / "absent.py")
 
 
 @pytest.fixture
@@ -432,22 +461,19 @@ def test_openvino_is_one_of_the_decoders_in_turn(setup, tmp_path, peer, monkeypa
         return ask(op, **arguments)
 
     peer.ask = convert
-    options = run.BenchOptions(("openvino", "openvino:2:eagle3"), "plain", (1, 2), (0.0,), 4, 1)
-    sets = [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
-    outcome = run.run(options, setup, sets, tmp_path, quiet)
+    names, sets = ("openvino", "openvino:2:eagle3"), [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
+    outcome = race(setup, tmp_path, names, sets, reference="plain", batch=(1, 2))
     assert outcome.complete and outcome.left_out == {}
     assert all(one["decoders"]["openvino"]["seconds"] == 0.25 for one in outcome.rounds)
     taps = setup.drafter("eagle3").layers
     assert asked == [("base", None), (asked[1][0], [layer - 1 for layer in taps])]
     assert not list(peer.folder.glob("*-p*"))  # neither half an export nor the published form between
     peer.opened.clear()
-    run.run(options, setup, sets, tmp_path / "again", quiet)
+    race(setup, tmp_path / "again", names, sets, reference="plain", batch=(1, 2))
     assert len(asked) == 2  # exports are made once
 
 
-def test_openvino_says_what_it_needs(setup):
-    with pytest.raises(PeerError, match="--peer openvino=PYTHON"):
-        parse_decoder("openvino").build(setup, GREEDY)
+def test_openvino_says_what_it_needs():
     sampled = Cell("p", 1, 0.8)
     assert "does not sample" in parse_decoder("openvino-lookup").refusal(sampled)
     assert "do not sample" in parse_decoder("openvino:16:h:4:4").refusal(sampled)

@@ -1,15 +1,15 @@
-"""CS Drafting's presets as sweeps: each recipe on tiny models, and MMLU and GSM8K asked of a T5 that knows answers."""
+"""CS Drafting's presets: each recipe on tiny models, and MMLU and GSM8K asked of a T5 that knows answers."""
 
 import json
 
 import pytest
 import torch
-import yaml
 from transformers import AutoTokenizer
 
 from specheads import Cascade, DraftModel, MaxGram, generate
-from specheads.bench.sweep.grid import read_sweep
-from specheads.bench.sweep.tasks import load_task
+from specheads.bench.compare.decoder_texts import parse_decoder
+from specheads.bench.compare.options import BenchOptions
+from specheads.bench.compare.tasks import load_task
 from specheads.decoding.drafters.bigram import load_bigrams, save_bigrams
 from specheads.models.base.loading import load_language_model
 from tests.support import t5_on_disk, trained_t5
@@ -33,19 +33,18 @@ def taught(tmp_path_factory):
     folder = tmp_path_factory.mktemp("taught")
     loss, choices, totals = trained_t5.teach(folder)
     assert loss < 0.2
-    (folder / "sampled_mmlu.json").write_text(json.dumps(choices), "utf8")
+    (folder / "mmlu.json").write_text(json.dumps(choices), "utf8")
     (folder / "gsm8k.json").write_text(json.dumps({"train": [], "test": totals}), "utf8")
     return folder
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_recipe_holds_the_published_numbers(name):
-    sweep = read_sweep(RECIPES / f"sweep_csd_{name}.yaml", {})
-    matrix, leniency, cost = PRESETS[name]
-    cascade = sweep.settings()[-1]
-    assert json.loads(cascade.k_matrix) == matrix and cascade.accept == "exact"
-    assert (sweep.leniency, sweep.cost) == (leniency, cost) and "mmlu" in sweep.task
-    assert cascade.drafter.endswith("+maxgram") and cascade.drafter.count("model:") == len(matrix) - 1
+def test_recipes_hold_the_published_numbers():
+    for name, (matrix, leniency, cost) in PRESETS.items():
+        options = BenchOptions.read({"recipe": RECIPES / f"bench_csd_{name}.yaml"})
+        cascade = parse_decoder(*options.decoder)
+        assert (json.loads(cascade.k_matrix), cascade.leniency, options.cost) == (matrix, leniency, cost)
+        assert options.task == ("mmlu",) and options.batch == (1,) and options.temperature == (0.0,)
+        assert cascade.drafter.endswith("+maxgram") and cascade.drafter.count("model:") == len(matrix) - 1
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -59,62 +58,60 @@ def test_a_recipe_runs_on_other_models_that_options_name(name, shipped, tmp_path
         drafts = [drafts, drafts]
     size = len(t5_on_disk.byte_tokenizer())
     save_bigrams([(token + 1) % size for token in range(size)], tmp_path / "bigrams.json")
+    parts = "+".join(f"model:{draft}" for draft in drafts)
+    matrix, leniency, _ = PRESETS[name]
+    text = f"cascade:{parts}+maxgram:{tmp_path / 'bigrams.json'} k={json.dumps(matrix, separators=(',', ':'))}"
     words = (
-        "--base", base, "--draft", "+".join(f"model:{d}" for d in drafts).join(
-            ("cascade:", f"+maxgram:{tmp_path / 'bigrams.json'}")
-        ), "--cost", "measured", "--data", rows, "--max-new-tokens", 6, "--no-plots", "--out", tmp_path / "out",
+        base, "--recipe", RECIPES / f"bench_csd_{name}.yaml", "-d", f"{text} leniency={leniency}", "--cost", "measured",
+        "--task", f"mmlu:{rows}", "--max-new-tokens", 6, "--repeats", 1, "--no-plots", "--out", tmp_path / "out",
     )  # fmt: skip
-    code, out, err = run(capsys, "sweep", RECIPES / f"sweep_csd_{name}.yaml", *words, "--json")
+    code, out, err = run(capsys, "bench", *words, "--json")
     assert code == 0, err
     plain, cascade = json.loads(out)["rows"]
-    assert cascade["tokens"] == plain["tokens"] and cascade["mean_kl"] == pytest.approx(0, abs=1e-5)
-    assert cascade["swi"] > 0 and len(cascade["draft_reviews"]) == len(drafts) + 1
+    assert cascade["tokens"] == plain["tokens"] and cascade["same_text"] == cascade["texts"] == 1
+    assert cascade["swi"] > 0 and len(cascade["reviews"]) == len(drafts) + 2 and plain["accuracy"] is not None
 
 
-def test_a_name_that_published_costs_do_not_know_ends_a_sweep_before_it_begins(tmp_path, capsys):
+def test_a_name_that_published_costs_do_not_know_ends_a_run_before_it_begins(tmp_path, capsys):
     base = t5_on_disk.save(t5_on_disk.t5(), tmp_path / "large")
     small = t5_on_disk.save(t5_on_disk.t5(2), tmp_path / "tiny")
-    words = ("--base", base, "--draft", f"cascade:model:{small}+maxgram", "--k-matrix", "[[3,2],[0,2]]")
-    code, _, err = run(capsys, "sweep", RECIPES / "sweep_csd_t5_work.yaml", *words, "--data", tmp_path / "absent.json")
+    words = ("-d", f"cascade:model:{small}+maxgram k=[[3,2],[0,2]]", "--task", "mmlu:absent.json")
+    recipe = ("--recipe", RECIPES / "bench_csd_t5_work.yaml", "--no-plots", "--out", tmp_path / "out")
+    code, _, err = run(capsys, "bench", base, *recipe, *words)
     assert code == 2 and "knows no model" in err and "tiny" in err and err.count("\n") == 1
 
 
 def test_rows_in_their_columns_are_asked_in_their_prompt(tmp_path, cache_in_tmp):
     file = tmp_path / "sampled_mmlu.json"
     file.write_text(json.dumps([MMLU, {**MMLU, "target": "D"}]), "utf8")
-    for name in ("mmlu", "sampled_mmlu"):
-        asked, other = load_task(name, None, data=[str(file)]).questions
-        assert asked.prompt == PROMPT and (asked.answer, other.answer) == ("B", "D")
+    asked, other = load_task(f"mmlu:{file}", None).questions
+    assert asked.prompt == PROMPT and (asked.answer, other.answer) == ("B", "D")
     file.write_text(json.dumps([{**MMLU, "target": "E"}]), "utf8")
     with pytest.raises(ValueError, match="row 1: the answer 'E' is none of its choices A, B, C, D"):
-        load_task("sampled_mmlu", None, data=[str(file)])
+        load_task(f"mmlu:{file}", None)
     file.write_text(json.dumps([{key: value for key, value in MMLU.items() if key != "C"}]), "utf8")
     with pytest.raises(ValueError, match="row 1: no column 'C'"):
-        load_task("sampled_mmlu", None, data=[str(file)])
-    with pytest.raises(ValueError, match="name it by data"):
-        load_task("sampled_mmlu", None)
+        load_task(f"mmlu:{file}", None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["sampled_mmlu", "gsm8k"])
+@pytest.mark.parametrize("task", ["mmlu", "gsm8k"])
 def test_a_t5_answers_above_chance_and_a_cascade_writes_the_same_texts(task, taught, tmp_path, cache_in_tmp, capsys):
     words = (
-        "sweep", "--base", taught / "large", "--draft", f"cascade:model:{taught / 'small'}+maxgram", "--k-matrix",
-        "[[4,6],[0,6]]", "--leniency", 5, "--task", task, "--data", taught / f"{task}.json", "--max-new-tokens", 16,
-        "--speed-prompts", 1, "--no-plots", "--json",
+        "bench", taught / "large", "--reference", "plain", "--task", f"{task}:{taught / task}.json", "-d",
+        f"cascade:model:{taught / 'small'}+maxgram k=[[4,6],[0,6]] leniency=5", "--max-new-tokens", 16, "--repeats", 1,
+        "--batch", 1, "--temperature", 0, "--no-plots", "--json",
     )  # fmt: skip
     code, out, err = run(capsys, *words, "--out", tmp_path / "live")
     assert code == 0, err
     plain, cascade = json.loads(out)["rows"]
-    assert plain["prompts"] == 12 and plain["accuracy"] > 0.6  # chance: 1/4 of a letter, 1/5 of a sum
-    # The same texts: as many right answers and tokens, and at each position the target's likeliest token.
-    for name in ("correct", "tokens"):
-        assert cascade[name] == plain[name]
-    assert cascade["mean_kl"] == pytest.approx(0, abs=1e-5) and cascade["accepted_length"] > 1.5
-    assert cascade["reviews"] < plain["reviews"]
+    assert (
+        plain["texts"] == cascade["same_text"] == 12 and plain["accuracy"] > 0.6
+    )  # chance: 1/4 of a letter, 1/5 of a sum
+    assert cascade["accuracy"] == plain["accuracy"] and cascade["accepted_length"] > 1.5
     target, tokenizer = load_language_model(taught / "large").eval(), AutoTokenizer.from_pretrained(taught / "large")
     drafts = Cascade([DraftModel(load_language_model(taught / "small")), MaxGram()], [[4, 6], [0, 6]], leniency=5)
-    for question in load_task(task, tokenizer, data=[str(taught / f"{task}.json")]).questions:
+    for question in load_task(f"{task}:{taught / task}.json", tokenizer).questions:
         ids = tokenizer(question.prompt, return_tensors="pt").input_ids
         expected = target.generate(ids, max_new_tokens=16, do_sample=False)
         assert torch.equal(generate(target, ids, draft=drafts, max_new_tokens=16, do_sample=False), expected)
@@ -128,9 +125,3 @@ def test_their_tables_may_leave_out_the_padding_of_a_vocabulary(tmp_path):
         load_bigrams(tmp_path / "b.json", 325)
     with pytest.raises(ValueError, match=r"321.*320"):
         load_bigrams(tmp_path / "b.json", 320)
-
-
-def test_recipes_say_no_more_than_a_sweep_takes():
-    for name in PRESETS:
-        given = yaml.safe_load((RECIPES / f"sweep_csd_{name}.yaml").read_text("utf8"))
-        assert set(given) == {"base", "drafters", "k_matrices", "leniency", "cost", "task", "max_new_tokens"}

@@ -168,7 +168,8 @@ def test_a_decoder_that_only_counts_steps_has_an_accepted_length_alone():
     found = samples.accepted([one_round(0, peer=counted)], "peer")
     assert found["accepted_length"] == 2 and found["accepted_by_depth"] is None
     assert samples.accepted([one_round(0, peer={**one_sample(1.0, []), "tokens": [9]})], "peer") == {
-        "accepted_length": None, "accepted_by_depth": None, "accepted_by_category": None, "accepted_by_position": None,
+        "accepted_length": None, "accepted_drafts": None, "accepted_by_depth": None, "accepted_by_category": None,
+        "accepted_by_position": None,
     }  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def test_a_torn_last_line_is_dropped_and_a_strange_file_refused(tmp_path):
     again.add("c", {"x": 2})
     assert Results(path).rows == {"a": {"x": 1}, "c": {"x": 2}}
     path.write_text('{"a": 1}\n', "utf8")
-    with pytest.raises(ValueError, match="line 1 is no result of bench or sweep"):
+    with pytest.raises(ValueError, match="line 1 is no result of bench"):
         Results(path)
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from specheads.bench.batches import CONVERSATIONS, texts_of, with_follow_ups
 from specheads.bench.compare import run
-from specheads.bench.compare.cell import BenchSetup
+from specheads.bench.compare.decoder_spec import BenchSetup
+from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.prompt_sets import encode
-from specheads.bench.follow_ups import CONVERSATIONS, texts_of, with_follow_ups
 from specheads.bench.prompts import Prompt
 from specheads.bench.runner import Output
 from specheads.data.conversation import Conversation
@@ -64,8 +65,12 @@ def test_all_decoders_write_the_same_conversations(setup, tmp_path, batch):
     prompts = [Prompt(asked("one two", "three"), "talk"), Prompt(asked("four")), Prompt("plain", "text")]
     found = encode("p", prompts, setup.models.tokenizer)
     assert "4 texts" in found.note
-    options = run.BenchOptions(("transformers", "plain", "eagle3"), "transformers", (batch,), (0.0, 1.0), 4, 1)
-    outcome = run.run(options, setup, [found], tmp_path, lambda part, name: None)
+    options = BenchOptions(
+        decoder=("transformers", "plain", "eagle3"), batch=batch, temperature=(0, 1), max_new_tokens=4, repeats=1,
+        out=tmp_path,
+    )  # fmt: skip
+    specs = run.decoders_of(options)
+    outcome = run.run(options, setup, specs, [found], lambda part, name: None)
     greedy = [one for one in outcome.rounds if one["temperature"] == 0]
     rows = [row for one in greedy for row in one["categories"]]
     assert sorted(rows, key=str) == [None, "talk", "talk", "text"]
@@ -73,4 +78,4 @@ def test_all_decoders_write_the_same_conversations(setup, tmp_path, batch):
         for name, sample in one["decoders"].items():
             assert len(sample["tokens"]) == len(one["categories"]), name
             assert one["temperature"] or sample["differs_at"] == [None] * len(sample["tokens"])
-    assert run.run(options, setup, [found], tmp_path, lambda part, name: None).rounds == outcome.rounds, "resumed"
+    assert run.run(options, setup, specs, [found], lambda part, name: None).rounds == outcome.rounds, "resumed"

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.bench.compare import llama, run
-from specheads.bench.compare.cell import BenchSetup, Cell
-from specheads.bench.compare.decoder_texts import parse_decoder
-from specheads.bench.compare.llama_source import write_source
-from specheads.bench.compare.llama_worker import Engines
+from benchmarks.engines import llama
+from benchmarks.engines.llama import write_source
+from benchmarks.engines.llama_worker import Engines
+from specheads.bench.compare import run
+from specheads.bench.compare.decoder_spec import BenchSetup, Cell
+from specheads.bench.compare.decoder_texts import DECODERS, parse_decoder
+from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import Peer, PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.models.named import Models
@@ -214,7 +216,9 @@ def test_the_workers_lookup_has_its_length_and_a_cache_of_its_own_dtype(engines)
 
 
 @pytest.fixture
-def setup():
+def setup(monkeypatch):
+    for name, kind in llama.ENGINE.decoders.items():
+        monkeypatch.setitem(DECODERS, name, kind)
     return BenchSetup(Models(llama_base(), build_tokenizer()), None, 4, 8, {})
 
 
@@ -230,9 +234,12 @@ def test_llama_cpp_is_one_of_the_decoders_in_turn(setup, tmp_path):
         return ask(op, **arguments)
 
     peer.ask = convert
-    options = run.BenchOptions(("llama.cpp", "llama.cpp-lookup:6"), "plain", (1, 2), (0.0,), 4, 1)
+    options = BenchOptions(
+        decoder=("llama.cpp", "llama.cpp-lookup:6"), reference="plain", batch=(1, 2), temperature=0, max_new_tokens=4,
+        repeats=1, out=tmp_path,
+    )  # fmt: skip
     sets = [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
-    outcome = run.run(options, setup, sets, tmp_path, lambda fraction, note: None)
+    outcome = run.run(options, setup, run.decoders_of(options), sets, lambda fraction, note: None)
     peer.close()
     reason = "llama-cpp-python generates one row at a time"
     assert outcome.complete and outcome.left_out == {
@@ -247,17 +254,15 @@ def test_llama_cpp_is_one_of_the_decoders_in_turn(setup, tmp_path):
 
 
 def test_llama_cpp_says_what_it_needs(setup):
-    with pytest.raises(PeerError, match=r"--peer llama\.cpp=PYTHON"):
-        parse_decoder("llama.cpp").build(setup, GREEDY)
     with pytest.raises(ValueError, match="drafts nothing"):
         parse_decoder("llama.cpp-lookup:0")
 
 
 @pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} names no Python with llama-cpp-python and gguf")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_llama_cpp_itself_gives_the_bases_logits_and_text(tmp_path, shape):
+def test_llama_cpp_itself_gives_the_bases_logits_and_text(setup, tmp_path, shape):
     base = llama_base(**SHAPES[shape])
-    peer = Peer("llama.cpp", [os.environ[PYTHON], "-I", str(llama.WORKER)], tmp_path)
+    peer = Peer("llama.cpp", [os.environ[PYTHON], "-I", str(llama.ENGINE.worker)], tmp_path)
     setup = BenchSetup(Models(base, build_tokenizer()), None, 12, len(IDS), {"llama.cpp": peer})
     batch = {"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, len(IDS))}
     try:

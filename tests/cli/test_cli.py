@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 
 PARSERS = typer.main.get_command(cli.app).commands
 COMMANDS = [*PARSERS]
-DATACLASSES = [name for name in COMMANDS if name not in ("bench", "sweep")]
+DATACLASSES = [name for name in COMMANDS if name not in ("bench",)]
 
 
 def test_every_help_shows_examples_that_parse_and_plain_names(capsys, monkeypatch):
@@ -68,7 +68,7 @@ def test_an_option_is_declared_once_for_python_the_command_and_the_record():
             assert field.default is MISSING or params[key].default == field.default
     record = GenerateOptions(model="m", seed=3).record()
     assert record["seed"] == 3 and record["draft"] == "auto" and json.dumps(record) and "as_json" not in record
-    assert sum(len(parser.params) for parser in PARSERS.values()) <= 190  # of them bench and sweep have 56
+    assert sum(len(parser.params) for parser in PARSERS.values()) <= 160
 
 
 BAD_INPUT = [
@@ -122,7 +122,10 @@ BAD_INPUT = [
         "train {tmp}/latin.txt a=1",
         "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3",
     ),
-    ("sweep {tmp}/latin.txt", "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3"),
+    (
+        "bench --recipe {tmp}/latin.txt",
+        "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3",
+    ),
     ("generate {tmp}/none --prompt a", "{tmp}/none holds no config.json"),
     ("generate '' --prompt a", "'', an empty name, holds no config.json"),
     ("train medusa --dry-run base={tmp}/none", "{tmp}/none holds no config.json"),
@@ -130,11 +133,10 @@ BAD_INPUT = [
     ("tune {head} --output {tmp}/none", "--output {tmp}/none is a folder: give a file"),
     ("tune {head} --search {tmp}/none", "--search {tmp}/none is a folder: give a file"),
     ("tune {head} --search {tmp}/latin.txt/a", "--search {tmp}/latin.txt/a: {tmp}/latin.txt is a file"),
-    ("sweep --head {head} --record {tmp}/none", "--record {tmp}/none is a folder: give a file"),
+    ("bench {head} --record {tmp}/none", "--record {tmp}/none is a folder: give a file"),
     ("bench --out {tmp}/latin.txt", "--out {tmp}/latin.txt: {tmp}/latin.txt is a file, not a folder"),
-    ("sweep --head {head} --out {tmp}/latin.txt", "{tmp}/latin.txt is a file, not a folder"),
     (
-        "sweep --head {head} --task humaneval --data {tmp}/ids.jsonl --no-plots --out {tmp}/sweep",
+        "bench {head} --task humaneval:{tmp}/ids.jsonl --no-plots --out {tmp}/bench",
         "allow it with --run-code, best in a sandbox",
     ),
     ("info {base}", "for a base model train one, `specheads train eagle3 base={base}`"),
@@ -159,9 +161,8 @@ BAD_INPUT = [
     ("bench -d plian", "did you mean 'plain'?"),
     ("bench -d lokup", "did you mean 'lookup'?"),
     ("bench --reference transfomers", "did you mean 'transformers'?"),
-    ("bench {head} -d medsua --checkpoints {shipped}", "did you mean 'medusa'?"),
-    ("bench -d cascade:lookup+ngram", "`specheads sweep --k-matrix` takes one"),
-    ("sweep --head lokup --base {base}", "unknown drafter 'lokup'; did you mean 'lookup'?"),
+    ("bench {shipped} -d medsua", "did you mean 'medusa'?"),
+    ("bench -d cascade:lookup+ngram", "a cascade takes k=…"),
     ("train {tmp}/absent.yaml", "absent.yaml is neither a file"),
     ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
     ("demo --checkpoints {tmp}", "no base model at"),

@@ -10,11 +10,23 @@ import torch
 from transformers import CompileConfig
 
 from specheads.bench import decoders
-from specheads.bench.sweep import run as sweep_run
-from specheads.cli.commands import bench as command
 from tests.support.command_line import CONTROL, run
 
 FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
+ENGINE = """
+from dataclasses import dataclass
+from pathlib import Path
+from specheads.bench.compare.decoder_spec import DecoderSpec, Engine
+
+@dataclass(frozen=True)
+class Fake(DecoderSpec):
+    peer = "fake"
+
+    def build(self, setup, cell):
+        return setup.peers["fake"].decoder("plain", {{}}, max_new_tokens=setup.max_new_tokens)
+
+ENGINE = Engine("fake", Path({worker!r}), {{"fake": Fake}})
+"""
 TEXTS = ("plain", "lookup:3", "eagle3 tree=chain:2", "medusa")
 
 
@@ -32,27 +44,13 @@ def questions(tmp_path_factory):
 
 def asked(shipped, questions, out, *more, texts=TEXTS):
     words = [word for text in texts for word in ("-d", text)]
-    return (
-        "bench",
-        "--checkpoints",
-        shipped,
-        "--prompts",
-        questions,
-        *words,
-        "--max-new-tokens",
-        8,
-        "--out",
-        out,
-        *more,
-    )
+    return ("bench", shipped, "--prompts", questions, *words, "--max-new-tokens", 8, "--out", out, *more)
 
 
 def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     texts = (*TEXTS, f"model:{shipped / 'base'} tree=chain:2")
-    code, out, err = run(
-        capsys, *asked(shipped, questions, tmp_path, "--wide", "--batch", "1,2", "--repeats", 2, texts=texts)
-    )
+    code, out, err = run(capsys, *asked(shipped, questions, tmp_path, "--batch", "1,2", "--repeats", 2, texts=texts))
     assert code == 0 and not CONTROL.search(out + err)
     record = json.loads((tmp_path / "bench.json").read_text("utf8"))
     assert record["complete"] and record["environment"]["torch"] and record["command"].startswith("specheads")
@@ -70,18 +68,18 @@ def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_pa
             assert set(row["accepted_by_category"]) == {"code", "math"}
         assert row["speed_up_interval"][0] <= row["speed_up"] <= row["speed_up_interval"][1] or not ours
     assert "question.jsonl, batch 2, T = 0.8: speed" in out and "4 of 4" in out and "floor: " in out
-    assert "T = 0: what was accepted" in out and "× on new text" in out and " math" in out
     # Drafts by the base itself: of 8 tokens the prefill gives 1, two steps 3 each, and the last one has room for 1.
     assert record["rows"][5]["accepted_length"] == pytest.approx(7 / 3)
     assert record["rows"][5]["accepted_by_depth"] == pytest.approx([2 / 3, 2 / 3])
     text = (tmp_path / "bench.md").read_text("utf8")
+    assert "T = 0: what was accepted" in text and "× on new text" in text and "| math |" in text
     assert "| transformers |" in text and "![bench.png](bench.png)" in text and record["command"] in text
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
 def test_the_default_sets_are_held_out_files_and_third_party_code(shipped, tmp_path, capsys):
     code, out, _ = run(
-        capsys, "bench", "--checkpoints", shipped, "-d", "plain", "--num-prompts", 3, "--prompt-tokens", 12,
+        capsys, "bench", shipped, "-d", "plain", "--num-prompts", 3, "--prompt-tokens", 12,
         "--batch", 3, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 4, "--no-plots", "--json",
         "--out", tmp_path,
     )  # fmt: skip
@@ -94,14 +92,14 @@ def test_the_default_sets_are_held_out_files_and_third_party_code(shipped, tmp_p
 
 def test_refilled_batches_of_mixed_lengths(shipped, tmp_path, capsys):
     code, out, err = run(
-        capsys, "bench", "--checkpoints", shipped, "-d", "plain refill", "--reference", "plain", "--num-prompts", 3,
+        capsys, "bench", shipped, "-d", "plain refill", "--reference", "plain", "--num-prompts", 3,
         "--prompt-tokens", "3-12", "--batch", 2, "--queue", 3, "--temperature", 0, "--repeats", 1, "--no-plots",
         "--max-new-tokens", "2-8", "--out", tmp_path,
     )  # fmt: skip
     assert code == 0, err
     assert "a round is 3 prompts" in out and "plain refill" in out and "3 of 3" in out
     assert "2 to 8 new tokens" in (tmp_path / "bench.md").read_text("utf8")
-    code, _, err = run(capsys, "bench", "--checkpoints", shipped, "--max-new-tokens", "8-2")
+    code, _, err = run(capsys, "bench", shipped, "--max-new-tokens", "8-2")
     assert code == 2 and "--max-new-tokens" in err and "the smaller first" in err
 
 
@@ -141,23 +139,19 @@ def test_ctrl_c_before_the_first_round_is_one_line_and_leaves_no_folder(
     code, out, err = run(capsys, *asked(shipped, questions, tmp_path / "a" / "b", "--no-plots", texts=["plain"]))
     assert (code, out) == (130, "") and not (tmp_path / "a").exists()
     assert err.splitlines()[-1] == "specheads: stopped before anything was measured"
-    monkeypatch.setattr(sweep_run, "measure", stop)
-    code, out, err = run(capsys, "sweep", "--head", shipped / "medusa", "--no-plots", "--out", tmp_path / "a")
-    assert (code, out) == (130, "") and not (tmp_path / "a").exists()
-    assert err.splitlines()[-1] == "specheads: stopped before anything was measured"
 
 
-def test_a_peer_takes_its_turn(shipped, questions, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(command.PEERS, "openvino", FAKE)
-    monkeypatch.setattr("specheads.bench.compare.openvino.write_once", lambda folder, make: None)
+def test_an_engine_takes_its_turn(shipped, questions, tmp_path, capsys):
+    engine = tmp_path / "engine.py"
+    engine.write_text(ENGINE.format(worker=str(FAKE)), "utf8")
     code, out, _ = run(
         capsys, *asked(shipped, questions, tmp_path, "--batch", 2, "--temperature", 0, "--repeats", 1, "--no-plots",
-                       "--peer", f"openvino={sys.executable}", "--json", texts=["openvino", "plain"]),
+                       "--engine", f"{engine}={sys.executable}", "--json", texts=["fake", "plain"]),
     )  # fmt: skip
     record = json.loads(out)
     assert code == 0 and record["peers"]["fake"] == "1.2"
-    assert [sorted(one["order"]) for one in record["rounds"]] == [["openvino", "plain", "transformers"]] * 2
-    row = next(row for row in record["rows"] if row["decoder"] == "openvino")
+    assert [sorted(one["order"]) for one in record["rounds"]] == [["fake", "plain", "transformers"]] * 2
+    row = next(row for row in record["rows"] if row["decoder"] == "fake")
     assert row["tokens_per_second"] == pytest.approx(2 * 8 / 0.25) and row["accepted_length"] == 2
     assert row["same_text"] < 4
 
@@ -225,13 +219,11 @@ def test_a_file_of_prompts_named_twice_is_refused_with_its_flag(shipped, questio
         (("-d", "eagle3 tree=bush"), "bush"),
         (("--batch", "0"), "--batch 0 must be at least 1"),
         (("--temperature", "hot"), "--temperature hot is not a number"),
-        (("--peer", "vllm=python"), "unknown peer 'vllm'"),
-        (("--peer", "openvino"), "is not NAME=PYTHON"),
-        (("--peer", "openvino=/no/python"), "there is no /no/python"),
-        (("-d", "openvino"), "decoder 'openvino' needs an environment of its own: give --peer openvino=PYTHON"),
-        (("--reference", "llama.cpp"), "give --peer llama.cpp=PYTHON"),
+        (("--engine", "openvino.py"), "is not FILE=PYTHON"),
+        (("--engine", f"{__file__}=/no/python"), "there is no /no/python"),
+        (("-d", "openvino"), "openvino"),
         (("-d", "plain refill"), "give --queue, such as"),
-        (("--categories", "a"), "give --prompts FILE"),
+        (("--categories", "a"), "give --prompts"),
         (("-d", "eagle9"), "eagle9"),
         (("-d", "auto"), "decoder 'auto' has no head to draft with; name one: 'HEAD auto'"),
         (("-d", "auto", "-d", "eagle3"), "name one: 'eagle3 auto'"),
@@ -239,7 +231,7 @@ def test_a_file_of_prompts_named_twice_is_refused_with_its_flag(shipped, questio
 )
 def test_bad_input_is_one_line(shipped, tmp_path, capsys, words, said):
     code, out, err = run(
-        capsys, "bench", "--checkpoints", shipped, "--num-prompts", 2, "--prompt-tokens", 8, "--no-plots", "--out",
+        capsys, "bench", shipped, "--num-prompts", 2, "--prompt-tokens", 8, "--no-plots", "--out",
         tmp_path, *words,
     )  # fmt: skip
     assert code == 2 and out == "" and said in err and err.count("\n") == 1

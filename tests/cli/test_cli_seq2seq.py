@@ -1,4 +1,4 @@
-"""The command line on encoder-decoders: generate, evaluate, chat and sweep write the text of their own generate()."""
+"""The command line on encoder-decoders: generate, evaluate, chat and bench write the text of their own generate()."""
 
 import io
 import json
@@ -113,69 +113,43 @@ def test_chat_answers_with_an_encoder_decoder(pair, capsys, monkeypatch):
         assert turn["compared"]["text"] == text and turn["compared"]["accepted_length"] == 1
 
 
-def sweep(folder, tmp_path, *words):
+def bench(folder, tmp_path, *words):
     rows = tmp_path / "gsm8k.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), "utf8")
-    return ("sweep", "--base", folder / "large", "--task", "gsm8k", "--data", rows, "--max-new-tokens", 8,
-            "--speed-prompts", 1, "--no-plots", "--json", *words)  # fmt: skip
+    return ("bench", folder / "large", "--reference", "plain", "--task", f"gsm8k:{rows}", "--max-new-tokens", 8,
+            "--temperature", 0, "--repeats", 1, "--no-plots", "--json", *words)  # fmt: skip
 
 
 @pytest.mark.sampled(2)
-def test_a_sweep_measures_encoder_decoders_alike_in_batches_of_any_size(pair, tmp_path, cache_in_tmp, capsys):
+def test_bench_measures_encoder_decoders_alike_in_batches_of_any_size(pair, tmp_path, cache_in_tmp, capsys):
     folder, _ = pair
-    words = ("--draft", f"model:{folder / 'small'}", "--draft", "lookup", "--gamma", "3", "--accept", "typical:0.5")
-    found = []
-    for size in (1, 3):  # rows of one batch differ in length, and an encoder must not see that
-        code, out, err = run(
-            capsys, *sweep(folder, tmp_path, *words[:-2], "--batch-size", size, "--out", tmp_path / f"{size}")
-        )
-        assert code == 0, err
-        rows = json.loads(out)["rows"]
-        found.append([(row["drafter"], row["tokens"]) for row in rows])
-        for row in rows:
-            assert row["lossless"] and row["mean_kl"] == pytest.approx(0, abs=1e-5) and row["tokens"] > 0
-        model = next(row for row in rows if row["drafter"].startswith("model:"))
-        assert model["accepted"] > 0 and model["accepted_length"] > 1
-    assert found[0] == found[1]
-    code, out, err = run(capsys, *sweep(folder, tmp_path, *words, "--out", tmp_path / "lossy"))
-    lossy = [row for row in json.loads(out)["rows"] if not row["lossless"]]
-    assert code == 0 and any(row["mean_kl"] > 1e-3 for row in lossy)
+    words = ("-d", f"model:{folder / 'small'}", "--tree", "chain:3", "--accept", "typical:0.5", "--batch", "1,3")
+    code, out, err = run(capsys, *bench(folder, tmp_path, *words, "-d", "transformers", "--out", tmp_path / "out"))
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    lossless = [row for row in rows if row["lossless"]]
+    for row in lossless:  # rows of one batch differ in length, and an encoder must not see that
+        assert row["nats"] == pytest.approx(0, abs=1e-5) and row["same_text"] == row["texts"] == len(ROWS)
+        assert row["accepted_length"] is None or "model:" not in row["decoder"] or row["accepted_length"] > 1
+    assert len(rows) == 8 and any(row["nats"] > 1e-3 for row in rows if not row["lossless"])
 
 
 def test_a_cascade_of_encoder_decoders_is_reviewed_alike_by_the_target_and_by_its_record(
     t5, tmp_path, cache_in_tmp, capsys
 ):
-    words = (
-        "--draft", f"cascade:model:{t5 / 'base'}+model:{t5 / 'small'}+maxgram", "--k-matrix",
-        "[[2,1,2],[0,1,2],[0,0,2]]", "--leniency", 2,
-    )  # fmt: skip
-    ask = sweep(t5, tmp_path, *words)
+    text = f"cascade:model:{t5 / 'base'}+model:{t5 / 'small'}+maxgram k=[[2,1,2],[0,1,2],[0,0,2]] leniency=2"
+    ask = bench(t5, tmp_path, "-d", text, "--batch", 1)
     code, out, err = run(capsys, *ask, "--out", tmp_path / "live")
     assert code == 0, err
     live = json.loads(out)["rows"][-1]
-    assert live["swi"] > 0 and live["draft_reviews"][0] > 0 and live["accepted"] > 0
+    assert live["swi"] > 0 and live["reviews"][1] > 0 and live["accepted_drafts"] > 0
     for _ in range(2):  # the second reads the file
         code, out, err = run(capsys, *ask, "--out", tmp_path / "again", "--record", tmp_path / "record.json")
         assert code == 0, err
-        (again,) = json.loads(out)["rows"]
-    for name in ("tokens", "reviews", "draft_reviews", "drafted", "accepted", "accepted_length"):
+        _, again = json.loads(out)["rows"]
+    for name in ("tokens", "reviews", "accepted_drafts", "accepted_length"):
         assert again[name] == live[name], name
     assert json.loads((tmp_path / "record.json").read_text())["start"] == 0
-
-
-@pytest.mark.slow
-def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cache_in_tmp, capsys):
-    words = ("--draft", f"cascade:model:{t5 / 'small'}+maxgram", "--k-matrix", "[[2,2],[0,2]]",
-             "--cost", "measured")  # fmt: skip
-    found = []
-    for workers in (1, 2):
-        out = ("--workers", workers, "--out", tmp_path / f"{workers}")
-        code, text, err = run(capsys, *sweep(t5, tmp_path, *words, *out))
-        assert code == 0, err
-        timed = ("seconds", "step_seconds", "tokens_per_second", "speed_up", "swi")  # swi: by costs measured here
-        rows = json.loads(text)["rows"]
-        found.append([{k: v for k, v in r.items() if not k.startswith(timed)} for r in rows])
-    assert found[0] == found[1] and len(found[0]) == 2
 
 
 REFUSED = [
@@ -195,8 +169,8 @@ REFUSED = [
     ("chat {t5}/large --tree comb:3,2", "chains only"),
     ("chat {t5}/large --chat", "no chat template"),
     ("parity {t5}/large --data x.jsonl", "not the config of a draft head"),
-    ("sweep --base {t5}/large --head {head}", "was trained for another base"),
-    ("sweep --base {t5}/large --draft model:{base} --task prompts --num-prompts 1", "both must read the same"),
+    ("bench {t5}/large --reference {head} --no-plots", "was trained for another base"),
+    ("bench {t5}/large --reference model:{base} --no-plots", "both must read the same"),
 ]
 
 

@@ -1,27 +1,11 @@
 """What the commands show people: tables with units, numbers that end below one another, and a line on each column."""
 
-import json
 import re
 
-from specheads.bench.sweep import report
-from specheads.cli.commands import info, sweep
+from specheads.cli.commands import info
 from specheads.data import corpus
 from specheads.training.parity import Parity
 from tests.support.command_line import run
-
-ROWS = corpus.checkpoints_dir().parent / "docs" / "benchmarks" / "sweep_rules" / "sweep.json"
-
-
-def test_a_sweep_is_shown_whole_however_wide_with_its_numbers_below_one_another(capsys):
-    record = json.loads(ROWS.read_text("utf8"))
-    sweep.show({**record, "files": ["sweep.md"]})
-    out = capsys.readouterr().out
-    columns, lines = report.cells(record["rows"])
-    shown = [line for line in out.splitlines() if "chain:7" in line]
-    assert len(shown) == sum("chain:7" in line for line in lines) > 50 and "…" not in out and "|" not in out
-    assert {line.rstrip().rfind(".") for line in shown} == {shown[0].rstrip().rfind(".")}
-    assert all(f"{name}: " in out for name in ("× exact", "× no drafts", "accepted length", "mean KL"))
-    assert "reviews:" not in out and all(name in out for name in columns)
 
 
 def test_evaluate_explains_its_columns(shipped, capsys):

@@ -83,7 +83,7 @@ def test_what_is_missing_or_too_old_fails_with_the_command_that_gets_it(versions
 def test_what_is_optional_may_be_missing_or_too_old(versions, capsys):
     versions(matplotlib=None, xgrammar=None, deepspeed="0.1")
     code, out, _ = run(capsys, "doctor")
-    assert code == 0 and "pip install 'specheads[sweep]'" in out and "pip install 'xgrammar'" in out
+    assert code == 0 and "pip install 'specheads[plots]'" in out and "pip install 'xgrammar'" in out
     assert "0.1, older than 0.18" in out
 
 

@@ -65,11 +65,11 @@ def test_a_path_comes_before_a_name_and_a_folder_of_the_name_does_not_hide_it(el
     [
         (["train", "eagel3"], "did you mean 'eagle3'?"),
         (["train", "recipes/eagle3.yaml"], "did you mean 'eagle3'?"),
-        (["train", "sweep_rules"], "'sweep_rules' is for specheads sweep"),
+        (["train", "bench_rules"], "'bench_rules' is for specheads bench --recipe"),
         (["train", "accelerate/ddp"], "'accelerate/ddp' is for accelerate launch"),
         (["features", "medussa"], "did you mean 'medusa'?"),
-        (["sweep", "sweep_rule"], "did you mean 'sweep_rules'?"),
-        (["sweep", "eagle3"], "'eagle3' is for specheads train"),
+        (["bench", "--recipe", "bench_rule"], "did you mean 'bench_rules'?"),
+        (["bench", "--recipe", "eagle3"], "'eagle3' is for specheads train"),
         (["recipes", "medussa"], "did you mean 'medusa'?"),
         (["train", "zzzz"], "shipped: coder-0.5b, eagle, eagle3"),
     ],
@@ -87,8 +87,8 @@ def test_every_command_finds_a_recipe_by_its_name(elsewhere, capsys):
     for main in (heads.main, features.main):
         assert main(["eagle3", "head.stesp=1", *(["--output", "o"] if main is features.main else [])]) == 2
         assert "steps" in capsys.readouterr().err
-    code, _, err = run(capsys, "sweep", "sweep_gamma", "--task", "prommpts", "--no-plots")
-    assert code == 2 and "did you mean 'prompts'" in err
+    code, _, err = run(capsys, "bench", "--recipe", "bench_gamma", "--task", "signaturs", "--no-plots")
+    assert code == 2 and "did you mean 'signatures'" in err
 
 
 def completed(words, tmp_path):
@@ -114,7 +114,7 @@ def test_the_shell_completes_commands_options_recipes_rules_and_trees_without_to
     assert completed(["specheads", "train", "--dry"], tmp_path) == ["--dry-run"]
     assert completed(["specheads", "train", "e"], tmp_path)[:2] == ["eagle", "eagle3"]
     assert "exp.yaml" in completed(["specheads", "train", "e"], tmp_path)
-    assert completed(["specheads", "sweep", "sweep_s"], tmp_path) == ["sweep_syntax"]
+    assert completed(["specheads", "bench", "--recipe", "bench_g"], tmp_path) == ["bench_gamma"]
     assert completed(["specheads", "generate", "runs/"], tmp_path) == [], "the shell completes paths itself"
     assert completed(["specheads", "generate", "x", "--accept", "t"], tmp_path) == ["traversal", "typical", "topn"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads import MaxGram, compat
-from specheads.bench.sweep.tasks import load_task
+from specheads.bench.compare.tasks import load_task
 from tests.support.seq2seq_models import tiny_t5
 from tests.support.tiny_models import near, tiny_llama
 
@@ -211,7 +211,7 @@ def test_their_names_costs_and_devices_are_there():
     assert mag.bigrams == tuple(range(97)) and mag.name == "mag" and mag.to(0).cpu().device == torch.device("cpu")
 
 
-def test_their_rows_and_prompts_are_those_of_the_sweep(tmp_path, cache_in_tmp):
+def test_their_rows_and_prompts_are_those_of_bench(tmp_path, cache_in_tmp):
     ours = {"question": "Two plus two?", "choices": ["3", "4", "5", "6"], "answer": 1}
     theirs = {"input": "Two plus two?", "A": "3", "B": "4", "C": "5", "D": "6", "target": "B"}
     for number, row in enumerate((ours, theirs)):
@@ -219,7 +219,7 @@ def test_their_rows_and_prompts_are_those_of_the_sweep(tmp_path, cache_in_tmp):
         assert compat.get_test_set("sampled_mmlu", str(tmp_path / f"{number}.json")) == [theirs]
         assert (
             compat.format_initial_input(row, "sampled_mmlu")
-            == load_task("mmlu", None, data=[str(tmp_path / f"{number}.json")]).questions[0].prompt
+            == load_task(f"mmlu:{tmp_path / f'{number}.json'}", None).questions[0].prompt
         )
     without_answer = {name: text for name, text in theirs.items() if name != "target"}
     assert compat.format_initial_input(without_answer, "mmlu") == compat.format_initial_input(theirs, "mmlu")

@@ -325,10 +325,8 @@ MUTATIONS = (
       "self._last_position.index_copy(0, rows, last)", "self._last_position", "decoding/test_generate_many.py"),
     M("limit of the first prompt for all", "decoding.generation.many_arguments:options_of",
       "limits[index]", "limits[0]", "decoding/test_generate_many_options.py", "own_limit"),
-    M("batch of a queue without its last row", "bench.queues:split",
+    M("batch of a queue without its last row", "bench.batches:split",
       "start : start + size", "start : start + size - 1", "bench/test_bench.py", "queue"),
-    M("llama.cpp given halves where it pairs neighbours", "bench.compare.llama_source:interleave",
-      ".transpose(1, 2)", "", "bench/test_llama.py", "arithmetic"),
     # --- Processors ---
     M("processor of changed state trusted", "decoding.probs.processors:ProcessorWatch.may_draft",
       "self.seen == snapshot(self.processors)", "True", "decoding/test_processors.py", "state"),

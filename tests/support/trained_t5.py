@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from specheads.bench.sweep.tasks import gsm8k, mmlu
+from specheads.bench.compare.tasks import gsm8k, mmlu
 
 ORDINALS = ["first", "second", "third", "last"]
 WORDS = ["apple", "stone", "chair", "cloud", "train", "glass", "river"]

@@ -1,23 +1,27 @@
 """The decoders of `specheads bench` as text: `transformers-lookup:10`, `eagle3 tree=chain:5 accept=typical compile`.
 
-The first word is an entry of DECODERS or a drafter, as in generate. A new decoder is one class and one entry.
+The first word is an entry of DECODERS or a drafter, as in generate. A new decoder is one class and one entry; one of
+another program comes from a file of its own (see `Engine`).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import json
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specheads.bench import decoders
-from specheads.bench.compare.cell import BenchSetup, Cell
-from specheads.bench.compare.decoder_spec import DecoderSpec, OneRow
-from specheads.bench.compare.llama import LlamaCpp, LlamaCppLookup
-from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
+from specheads.bench.compare.decoder_spec import BenchSetup, Cell, DecoderSpec, Engine, OneRow
 from specheads.bench.runner import Decoder
 from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.drafters import Drafter
+from specheads.decoding.drafters.named import gives_draft_probs
 from specheads.decoding.generation.many import why_unfilled
 from specheads.decoding.planner import as_plan, tree_named
 from specheads.decoding.registry import Registry
@@ -29,6 +33,7 @@ from specheads.models.spec_model import SpecModel
 from specheads.options import refuse_unknown
 
 _SWITCHES = ("compile", "auto", "refill")  # options without a value
+_CASCADE = ("k", "leniency", "notation")  # options of a cascade
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,32 @@ DECODERS: Registry[Any] = Registry(
     {
         "transformers": Transformers, "transformers-static": TransformersStatic,
         "transformers-lookup": TransformersLookup, "transformers-assisted": TransformersAssisted,
-        "openvino": OpenVINO, "openvino-lookup": OpenVINOLookup,
-        "llama.cpp": LlamaCpp, "llama.cpp-lookup": LlamaCppLookup,
     },
 )  # fmt: skip
+
+
+def load_engine(file: Path) -> Engine:
+    """Register the decoders of the engine in a Python file, which is run. ValueError if it has none."""
+    spec = importlib.util.spec_from_file_location(f"specheads_engine_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(
+            f"{file} is not a Python file; expected one with an ENGINE, such as benchmarks/engines/llama.py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    engine = getattr(module, "ENGINE", None)
+    if not isinstance(engine, Engine):
+        raise ValueError(f"{file} has no ENGINE = Engine(name, worker, decoders) (docs/bench.md)")
+    DECODERS.update(engine.decoders)
+    return engine
 
 
 @dataclass(frozen=True)
 class Ours(DecoderSpec):
     """specheads.generate(). drafter: None ("plain") for one token per step; tree and accept: as text, None for the
     defaults; auto: the drafter is a head, and draft="auto" picks its draft, prompt lookup or none by measured costs;
-    refill: use generate_many() over a queue of prompts."""
+    refill: use generate_many() over a queue of prompts; k_matrix (as JSON), leniency, notation: of a cascade."""
 
     drafter: str | None
     tree: str | None = None
@@ -99,17 +119,41 @@ class Ours(DecoderSpec):
     compile: bool = False
     auto: bool = False
     refill: bool = False
+    k_matrix: str = ""
+    leniency: float = 1.0
+    notation: str = "incremental"
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        return () if self.drafter is None else (self.drafter,)
+        return () if self.drafter is None or self.k_matrix else (self.drafter,)
 
     @property
     def compiles_as_needed(self) -> bool:
         return self.compile and self.auto
 
+    @property
+    def lossy(self) -> bool:
+        return self.accept is not None and not rule_named(self.accept).lossless
+
+    @property
+    def exact(self) -> Ours:
+        """The same drafts under the exact rule."""
+        return replace(self, accept=None)
+
+    def load(self, setup: BenchSetup) -> Drafter | None:
+        """The drafter, loaded once."""
+        if self.drafter is None or not self.k_matrix:
+            return None if self.drafter is None else setup.drafter(self.drafter)
+        name = f"{self.drafter} {self.k_matrix} {self.leniency:g} {self.notation}"
+        if name not in setup.models.drafters:
+            parts = self.drafter.removeprefix("cascade:").split("+")
+            source = f"cascade:{'+'.join(map(setup.source, parts))}"
+            rows = json.loads(self.k_matrix)
+            setup.models.drafters[name] = setup.models.cascade(source, rows, self.leniency, self.notation)
+        return setup.models.drafters[name]
+
     def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
-        drafter = None if self.drafter is None else setup.drafter(self.drafter)
+        drafter = self.load(setup)
         plan = None if drafter is None or self.tree is None else as_plan(self.tree, drafter)
         rule = None if self.accept is None else rule_named(self.accept)
         options = setup.sampling(cell) | ({"compile": True} if self.compile else {})
@@ -147,33 +191,48 @@ def parse_decoder(text: str) -> DecoderSpec:
             refuse_unknown(given, (), f"word after {name}")
             spec: DecoderSpec = DECODERS.build(first)
             return spec
-        refuse_unknown(given, ("tree", "accept", *_SWITCHES), "word")
-        drafter = None if first == "plain" else first
-        if drafter is None and given.keys() & {"tree", "accept", "auto"}:
-            raise ValueError("plain drafts nothing, so it takes neither a tree nor a rule nor auto")
-        if "auto" in given and given.keys() & {"tree", "accept"}:
-            raise ValueError("auto chooses the tree under the exact rule, so it takes neither a tree nor a rule")
-        if "tree" in given:
-            tree_named(given["tree"])
-        if "accept" in given:
-            rule_named(given["accept"])
+        return _ours(first, given)
     except ValueError as error:
         raise ValueError(f"decoder {text!r}: {error}") from error
-    return Ours(drafter, given.get("tree"), given.get("accept"), *(word in given for word in _SWITCHES))
+
+
+def _ours(first: str, given: dict[str, str]) -> Ours:
+    cascade = _CASCADE if first.startswith("cascade:") else ()
+    refuse_unknown(given, ("tree", "accept", *_SWITCHES, *cascade), "word")
+    drafter = None if first == "plain" else first
+    if drafter is None and given.keys() & {"tree", "accept", "auto"}:
+        raise ValueError("plain drafts nothing, so it takes neither a tree nor a rule nor auto")
+    if "auto" in given and given.keys() & {"tree", "accept"}:
+        raise ValueError("auto chooses the tree under the exact rule, so it takes neither a tree nor a rule")
+    if "tree" in given:
+        tree_named(given["tree"])
+    if "accept" in given and rule_named(given["accept"]).requires_draft_probs and not gives_draft_probs(first):
+        raise ValueError(
+            f"the rule {given['accept']} compares the draft's probabilities with the target's, and {first} gives none"
+        )
+    if cascade and "k" not in given:
+        raise ValueError(
+            "a cascade takes k=…, such as k=[[5,8],[0,8]]: a row for each reviewer, a column for each draft"
+        )
+    try:
+        matrix, leniency = json.dumps(json.loads(given.get("k", '""'))), float(given.get("leniency", 1.0))
+    except ValueError as error:
+        raise ValueError(f"k is not a matrix such as [[5,8],[0,8]], or leniency not a number: {error}") from error
+    switches = {word: word in given for word in _SWITCHES}
+    of_cascade = {"leniency": leniency, "notation": given.get("notation", "incremental")} if cascade else {}
+    matrix = matrix if cascade else ""
+    return Ours(drafter, given.get("tree"), given.get("accept"), k_matrix=matrix, **switches, **of_cascade)  # type: ignore[arg-type]
 
 
 def refuse_unknown_drafters(texts: Iterable[str], heads: Iterable[str]) -> None:
     """ValueError or FileNotFoundError, with the nearest or all known names, for a text whose first word is neither a
     decoder nor a drafter. heads: names of checkpoints that are known, too."""
-    known = (*DECODERS, "plain", *heads, *(name for name in KNOWN if name != "cascade"))
+    known = (*DECODERS, "plain", *heads, *KNOWN)
     for text in texts:
         spec = parse_decoder(text)
         if isinstance(spec, Ours) and spec.drafter is not None:
-            if spec.drafter.partition(":")[0] == "cascade":
-                raise ValueError(
-                    f"decoder {text!r}: a cascade needs a k-matrix; `specheads sweep --k-matrix` takes one"
-                )
-            refuse_unknown_name(spec.drafter, known, "decoder")
+            for name in spec.drafter.removeprefix("cascade:").split("+"):
+                refuse_unknown_name(name, known, "decoder")
 
 
 def _option(word: str) -> tuple[str, str]:
@@ -187,20 +246,27 @@ def _option(word: str) -> tuple[str, str]:
     return key, value
 
 
-def expand(
-    texts: Sequence[str], trees: Sequence[str] = (), rules: Sequence[str] = (), *, compile: bool = False
-) -> list[str]:
-    """The texts, each combined with all trees and rules unless it names its own; with `compile`, each of our decoders
-    is also run compiled."""
+def expand(texts: Sequence[str], trees: Sequence[str] = (), rules: Sequence[str] = ()) -> list[str]:
+    """The texts, each combined with all trees and rules unless it names its own. With rules, the exact one is first."""
+    rules = list(itertools.chain.from_iterable(map(expand_rules, rules)))
     expanded: dict[str, None] = {}
     for text in texts:
         spec = parse_decoder(text)
         variants = [text]
         if isinstance(spec, Ours) and spec.drafter is not None and not spec.auto:
-            for word, values, own in (("tree", trees, spec.tree), ("accept", rules, spec.accept)):
-                if values and own is None:
-                    variants = [f"{variant} {word}={value}" for variant in variants for value in values]
+            if trees and spec.tree is None:
+                variants = [f"{variant} tree={tree}" for variant in variants for tree in trees]
+            if rules and spec.accept is None:
+                words = ["", *(f" accept={rule}" for rule in rules if rule != "exact")]
+                variants = [variant + word for variant in variants for word in words]
         expanded |= dict.fromkeys(variants)
-        if compile and isinstance(spec, Ours) and not spec.compile:
-            expanded |= dict.fromkeys(f"{variant} compile" for variant in variants)
     return list(expanded)
+
+
+def expand_rules(text: str) -> Iterator[str]:
+    """A text with commas as several rules: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
+    parts = []
+    for part in text.split(":"):
+        key, equals, values = part.rpartition("=")
+        parts.append([f"{key}{equals}{value.strip()}" for value in values.split(",")])
+    return map(":".join, itertools.product(*parts))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.limits import cut, take_row_options
+from specheads.bench.batches import cut, take_row_options
 from specheads.bench.runner import Decoder, Output, Stopwatch
 
 Answer = dict[str, Any]

@@ -7,20 +7,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.limits import draw_numbers
+from specheads.bench.batches import draw_numbers
+from specheads.bench.compare.options import BenchOptions
+from specheads.bench.compare.tasks import Task, load_task
 from specheads.bench.prompts import Prompt, evenly_spaced, held_out_prompts, package_prompts, read_prompts
 from specheads.data.conversation import Conversation
 from specheads.options import OptionError, refuse_unknown
 
 HELD_OUT = "held-out files"
 THIRD_PARTY = "third-party code"
+DEFAULT_PROMPTS = 64
 
 
 @dataclass(frozen=True)
 class PromptSet:
     """ids: token ids of each prompt; categories: one for each prompt. note: a remark for readers of the tables.
     conversations: those of the prompts, empty if none has a second turn; `ids` are then of the first turns. last_turns:
-    the tokens before a conversation's last answer, without the earlier answers, and the number of these."""
+    the tokens before a conversation's last answer, without the earlier answers, and the number of these. task: the
+    questions and how their answers are judged, if they have right ones."""
 
     name: str
     ids: list[list[int]]
@@ -28,11 +32,34 @@ class PromptSet:
     note: str = ""
     conversations: list[Conversation] = field(default_factory=list)
     last_turns: list[tuple[int, int]] = field(default_factory=list)
+    task: Task | None = None
 
     def longest(self, max_new_tokens: int) -> int:
         """The most tokens of a prompt, earlier turns and their answers included."""
         contexts = [tokens + earlier * max_new_tokens for tokens, earlier in self.last_turns]
         return max([*map(len, self.ids), *contexts])
+
+
+def prompt_sets(options: BenchOptions, tokenizer: Any, held_out: list[str] | None) -> list[PromptSet]:
+    """The prompt sets that the options name, else the default ones."""
+    if not options.prompts and not options.task:
+        fewest, longest = options.lengths
+        of_each = options.num_prompts or DEFAULT_PROMPTS
+        return default_sets(tokenizer, of_each, longest, held_out, fewest=fewest, seed=options.seed)
+    chat, count = options.chat, options.num_prompts
+    sets = sets_from(options.prompts, tokenizer, count, options.categories, chat=chat)
+    for name in options.task:
+        task = load_task(name, tokenizer, count, run_code=options.run_code)
+        asked = [question.prompt for question in task.questions]
+        ids = [prompt if isinstance(prompt, list) else encode_text(prompt, tokenizer, chat=chat) for prompt in asked]
+        sets.append(PromptSet(name, ids, [None] * len(ids), task=task))
+    return sets
+
+
+def encode_text(text: str, tokenizer: Any, *, chat: bool) -> list[int]:
+    asked: str | list[int] = Conversation.from_text(text).prompt((), tokenizer) if chat else text
+    ids: list[int] = tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked
+    return ids
 
 
 def default_sets(

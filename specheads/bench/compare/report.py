@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.bench import environment
-from specheads.bench.compare.cell import Cell
+from specheads.bench import cost, environment
+from specheads.bench.compare.decoder_spec import Cell
+from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.figures.repetition import GRAM
-from specheads.bench.figures.samples import POSITIONS, Round, figures
+from specheads.bench.figures.samples import POSITIONS, Round, figures, work_of
 from specheads.bench.report import format_figure, format_interval, markdown
+from specheads.decoding.acceptance.named import rule_named
 from specheads.files import write_whole
 
 NAME = "bench"
 Row = dict[str, Any]
 
 COLUMNS = (
-    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor",
-    "verify, × floor", "prefill", "draft", "verify", "accept", "step", "other",
+    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "accuracy", "nats", "× exact",
+    "reviews", "SWI", "step, ms", "× floor", "verify, × floor", "prefill", "draft", "verify", "accept", "step", "other",
 )  # fmt: skip
-NARROW = 6  # columns for a terminal, in words: the first two lines of the legend
-LEGEND = (
-    "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by resampling the prompt "
-    "batches.",
-    "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
-    "all; sampled texts are not compared.",
-    "what was accepted: accepted length by the output position at which the step began, and by category; share of "
-    "steps that accepted a draft at each depth; × reference on new and repeated text.",
-    f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
-    "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
-    "prefill … other: shares of the time; step: of whole compiled steps; compiled, accepting is part of verify.",
-)
-
-NARROW_LEGEND = (*LEGEND[:2], "More columns, and what was accepted by depth and position: --wide, and bench.md.")
+NARROW = 11  # columns for a terminal
+LEGEND = {  # by a column that the line explains
+    "× reference": "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by "
+    "resampling the prompt batches.",
+    "accepted length": "accepted length: tokens a step and row, the base's own included. same text: texts equal to the "
+    "reference's, of all; sampled texts are not compared.",
+    "nats": "accuracy: right answers. nats: a token, between the base and the text (docs/sweeps.md); 0 for a lossless "
+    "rule. × exact: tokens/s over the same drafts under the exact rule.",
+    "reviews": "reviews: passes of the base / of each draft of a cascade that reviews. SWI: speed over plain decoding "
+    "by their costs (standardised walltime improvement).",
+    "on repeated": "what was accepted: accepted length by the output position at which the step began, and by "
+    "category; share of steps that accepted a draft at each depth; × reference on new and repeated text. repeated "
+    f"text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
+    "× floor": "× floor: seconds of a step, and of its verification, over the least that reading the weights once "
+    "takes here. prefill … other: shares of the time; step: of whole compiled steps; compiled, accepting is part of "
+    "verify.",
+}
 
 
 @dataclass(frozen=True)
@@ -45,23 +50,57 @@ class Table:
     lines: list[list[str]]
 
 
-def rows_of(rounds: Sequence[Round], reference: str, floor_seconds: float) -> list[Row]:
-    """A row for each cell and decoder, in the order in which they were measured."""
+def rows_of(
+    rounds: Sequence[Round], reference: str, floor_seconds: float, *,
+    costs: Mapping[str, Sequence[float]] | None = None, replayed: bool = False,
+) -> list[Row]:  # fmt: skip
+    """A row for each cell and decoder, in the order in which they were measured. costs: of a pass of the base and of
+    each draft, by decoder; replayed: without the base's passes, so that speeds mean nothing and are left out."""
     cells: dict[tuple[Any, ...], list[Round]] = {}
     for one in rounds:
-        cells.setdefault((one["prompts"], one["batch"], one["temperature"]), []).append(one)
+        cells.setdefault((one["prompts"], one["batch"], one["temperature"], one.get("top_k", 0)), []).append(one)
     rows = []
-    for (prompts, batch, temperature), own in cells.items():
-        for name in dict.fromkeys(name for one in own for name in one["decoders"]):
-            served = [one for one in own if name in one["decoders"]]
-            found = figures(served, name, reference)
+    for (prompts, batch, temperature, top_k), measured in cells.items():
+        for name in dict.fromkeys(name for one in measured for name in one["decoders"]):
+            served = [one for one in measured if name in one["decoders"]]
+            row = figures(served, name, reference)
+            exact, swi = exact_twin(name), None
+            if row["reviews"] and name in (costs or {}):
+                swi = cost.walltime_improvement(row["gained"], row["reviews"], (costs or {})[name])
             rows.append({
-                "prompts": prompts, "batch": batch, "temperature": temperature, "decoder": name,
-                "reference": name == reference, **found,
-                "step_over_floor": _over(found["step_seconds"], floor_seconds),
-                "verify_over_floor": _over(found["verify_seconds"], floor_seconds),
+                "prompts": prompts, "batch": batch, "temperature": temperature, "top_k": top_k, "decoder": name,
+                "reference": name == reference, "lossless": is_lossless(name), **row, "swi": swi,
+                "over_exact": None if exact == name else over(served, name, exact),
+                "step_over_floor": _over(row["step_seconds"], floor_seconds),
+                "verify_over_floor": _over(row["verify_seconds"], floor_seconds),
             })  # fmt: skip
+            if replayed:
+                rows[-1] |= dict.fromkeys((
+                    "tokens_per_second", "speed_up", "speed_up_interval", "by_text", "shares", "step_seconds",
+                    "verify_seconds", "over_exact", "step_over_floor", "verify_over_floor",
+                ))  # fmt: skip
     return rows
+
+
+def exact_twin(name: str) -> str:
+    """The text of the decoder with the same drafts under the exact rule."""
+    return " ".join(word for word in name.split(" ") if not word.startswith("accept="))
+
+
+def is_lossless(name: str) -> bool:
+    rule = next((word for word in name.split(" ") if word.startswith("accept=")), "accept=exact")
+    return rule_named(rule.removeprefix("accept=")).lossless
+
+
+def over(rounds: Sequence[Round], name: str, other: str) -> list[float] | None:
+    """The speed over another decoder's in the same rounds, and the ends of its interval if it has one; None if that did
+    not run."""
+    both = [one for one in rounds if other in one["decoders"]]
+    if not both:
+        return None
+    work, beside = work_of(both, name), work_of(both, other)
+    pairs = [*work.values()], [beside[index] for index in work]
+    return [speed(pairs[0]) / speed(pairs[1]), *(ratio_interval(*pairs) or ())]
 
 
 def tables(rows: Sequence[Row], *, wide: bool = True) -> Iterator[Table]:
@@ -83,13 +122,19 @@ def speed_cells(row: Row) -> list[str]:
     """One line of the table with COLUMNS."""
     shares, step = row["shares"], row["step_seconds"]
     parts = [f"{share:.0%}" if (share := (shares or {}).get(part)) else "–" for part in COLUMNS[-6:]]
+    accuracy, nats, exact, reviews = (row.get(name) for name in ("accuracy", "nats", "over_exact", "reviews"))
     return [
         row["decoder"],
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['speed_up']:.2f}×",
+        "–" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}",
+        "–" if row["speed_up"] is None else f"{row['speed_up']:.2f}×",
         format_interval(row),
         format_figure(row["accepted_length"]),
         "–" if row["same_text"] is None else f"{row['same_text']} of {row['texts']}",
+        "–" if accuracy is None else f"{accuracy:.1%}",
+        "–" if nats is None else f"{nats:.4f}",
+        "–" if exact is None else f"{exact[0]:.2f}×" + (f" ({exact[1]:.2f}–{exact[2]:.2f})" if exact[1:] else ""),
+        "–" if reviews is None else " / ".join(map(str, reviews)),
+        format_figure(row.get("swi")),
         "–" if step is None else f"{1e3 * step:.2f}",
         format_figure(row["step_over_floor"]),
         format_figure(row["verify_over_floor"] or None),
@@ -132,7 +177,8 @@ def position_range(start: str) -> str:
 
 
 def notes(record: dict[str, Any]) -> list[str]:
-    """Notes below the tables: the least time a pass can take, the prompts, and what is missing."""
+    """Notes below the tables: the least time a pass can take, the prompts, what a lossy rule may gain, and what is
+    missing."""
     floor = record["floor"]
     lines = [
         f"floor: {1e3 * floor['seconds']:.2f} ms a pass ({floor['weight_bytes'] / 1e6:.1f} MB of weights read at "
@@ -145,6 +191,7 @@ def notes(record: dict[str, Any]) -> list[str]:
         )
     for name, known in record["prompt_sets"].items():
         lines.append(f"{name}: {known['prompts']} prompts" + (f", {known['note']}" if known["note"] else "") + ".")
+    lines += fastest_lossy(record["rows"])
     for name, cells in record["left_out"].items():
         for reason in dict.fromkeys(cells.values()):
             missing = [cell for cell, why in cells.items() if why == reason]
@@ -155,7 +202,22 @@ def notes(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def fastest_lossy(rows: Sequence[Row], share: float = 0.98) -> Iterator[str]:
+    """For each cell and drafter with right answers under the exact rule: the fastest lossy rule with at least `share`
+    of its accuracy."""
+    for cell, own in _by_cell(rows).items():
+        for exact in own:
+            rules = [row for row in own if not row["lossless"] and exact_twin(row["decoder"]) == exact["decoder"]]
+            if not rules or not exact["accuracy"]:
+                continue
+            kept = [row for row in rules if row["over_exact"] and row["accuracy"] >= share * exact["accuracy"]]
+            best = max(kept, key=lambda row: row["over_exact"][0], default=None)
+            what = "no lossy rule" if best is None else f"{best['decoder']}, {best['over_exact'][0]:.2f}× its speed,"
+            yield f"{cell}: {what} keeps {share:.0%} of the accuracy of {exact['decoder']}."
+
+
 def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
+    every = [*tables(record["rows"])]
     text = [
         "# Decoding speed\n", f"`{record['command']}`\n",
         f"{environment.line(record['environment'])}"
@@ -163,10 +225,11 @@ def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
         f"{new_tokens(record)}, {record['dtype']}; of {record['repeats']} interleaved repeats each "
         "prompt batch counts with its median."
         + (" Decoders took turns at each step.\n" if record["turns"] == "steps" else "\n"),
-        *(f"- {line}" for line in notes(record)), "", *(f"- {line}" for line in LEGEND), "",
+        *(f"- {line}" for line in notes(record)), "",
+        *(f"- {line}" for line in legend(every)), "",
     ]  # fmt: skip
     text += [f"![{name}]({name})\n" for name in pictures]
-    for table in tables(record["rows"]):
+    for table in every:
         text += [f"## {table.title}\n", markdown(table.columns, table.lines)]
     return "\n".join(text)
 
@@ -185,13 +248,14 @@ def as_json(record: dict[str, Any]) -> str:
 
 
 def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[Path]:
-    """Write bench.json, bench.md and, if `plots`, bench.png. ImportError if `plots` and matplotlib is not installed."""
+    """Write bench.json, bench.md and, if `plots`, the pictures. ImportError if they need matplotlib and it is not
+    installed."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     if plots:
         from specheads.bench.compare.plots import draw
 
-        pictures = [draw(folder / f"{NAME}.png", record)]
+        pictures = draw(folder, record)
     paths = [folder / f"{NAME}.json", folder / f"{NAME}.md"]
     # resolved, so that a symbolic link is not replaced by a file
     write_whole(paths[0].resolve(), as_json(record))
@@ -199,10 +263,17 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
     return paths + pictures
 
 
+def legend(shown: Sequence[Table]) -> list[str]:
+    """A line on each column of these tables that needs one."""
+    columns = {name for one in shown for name in one.columns}
+    return [line for column, line in LEGEND.items() if column in columns]
+
+
 def _by_cell(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
     cells: dict[Cell, list[Row]] = {}
     for row in rows:
-        cells.setdefault(Cell(row["prompts"], row["batch"], row["temperature"]), []).append(row)
+        cell = Cell(row["prompts"], row["batch"], row["temperature"], row.get("top_k", 0))
+        cells.setdefault(cell, []).append(row)
     return cells
 
 

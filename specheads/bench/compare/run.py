@@ -10,73 +10,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.compare.cell import BenchSetup, Cell
-from specheads.bench.compare.decoder_spec import DecoderSpec
-from specheads.bench.compare.decoder_texts import Ours, parse_decoder
+from specheads.bench.batches import CONVERSATIONS, batch_by_batch, draw_numbers, texts_of, with_follow_ups
+from specheads.bench.compare.decoder_spec import BenchSetup, Cell, DecoderSpec
+from specheads.bench.compare.decoder_texts import Ours, expand, parse_decoder
+from specheads.bench.compare.judge import distance
+from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
+from specheads.bench.compare.recorded import record_of, replayed
 from specheads.bench.figures.identity import identify_base, identify_drafter, identify_machine
 from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, digest
 from specheads.bench.figures.samples import Round, sample
-from specheads.bench.follow_ups import CONVERSATIONS, texts_of, with_follow_ups
-from specheads.bench.limits import draw_numbers
-from specheads.bench.queues import batch_by_batch
 from specheads.bench.runner import Decoder, TimedRun, freeze_heap, time_batch, time_by_steps, turns
-from specheads.decoding.drafters import Drafter
+from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.generation import prompt_batches
+from specheads.decoding.generation.recorded import Record
+from specheads.decoding.planner import as_plan
 from specheads.decoding.probs.randomness import row_seeds
 from specheads.heads import DraftHead
 from specheads.models.costs import auto_drafter
 from specheads.options import OptionError, reason
 from specheads.terminal import Report
-
-TURNS = ("texts", "steps")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """decoders: as text (see decoder_texts); reference: the one that the others are compared with. batch: numbers of
-    rows; temperature: 0 is greedy. seed: of sampling and of the limits.
-
-    lowest_limit: each prompt's limit is drawn from lowest_limit to max_new_tokens; None: all have the same. queue:
-    prompts per round, which a refilling decoder takes as rows become free, and others batch by batch; None: one batch.
-    turns: decoders take turns at whole `texts` or at `steps` (see `time_by_steps`)."""
-
-    decoders: tuple[str, ...]
-    reference: str = "transformers"
-    batch: tuple[int, ...] = (1, 4, 16)
-    temperature: tuple[float, ...] = (0.0, 0.8)
-    max_new_tokens: int = 96
-    repeats: int = 3
-    seed: int = 0
-    lowest_limit: int | None = None
-    queue: int | None = None
-    turns: str = "texts"
-
-    def __post_init__(self) -> None:
-        if self.turns not in TURNS:
-            raise OptionError(f"{{turns}}: expected {' or '.join(TURNS)}", turns=self.turns)
-        if self.reference not in self.decoders:
-            object.__setattr__(self, "decoders", (self.reference, *self.decoders))
-        for name, least in (("batch", 1), ("temperature", 0)):
-            values = getattr(self, name)
-            if not values or not all(value >= least for value in values):
-                raise OptionError(f"{{{name}}} must be at least {least}", **{name: ",".join(map(str, values))})
-        for name in ("decoders", "batch", "temperature"):  # no duplicates
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        refills = [text for text in self.decoders if parse_decoder(text).refill]
-        if self.queue is None and refills:
-            raise OptionError(
-                f"{refills[0]!r} refills rows from a queue of prompts; give {{queue}}, such as eight batches",
-                queue=...,
-            )
-        if self.queue is not None and self.queue < max(self.batch):
-            raise OptionError(f"{{queue}} must be at least a batch of {max(self.batch)}", queue=self.queue)
-        if self.lowest_limit is not None and not 1 <= self.lowest_limit <= self.max_new_tokens:
-            raise OptionError(
-                "{max_new_tokens}: expected two numbers of at least 1, the smaller first",
-                max_new_tokens=f"{self.lowest_limit}-{self.max_new_tokens}",
-            )
 
 
 @dataclass
@@ -88,24 +42,58 @@ class Outcome:
     complete: bool
 
 
-def run(options: BenchOptions, setup: BenchSetup, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
-    """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early with the rounds so far, or raises
-    KeyboardInterrupt if no round is done."""
-    with Results(folder / RESULTS) as results:
-        return _run(options, setup, sets, results, tell)
+def decoders_of(options: BenchOptions, default: Sequence[str] = ()) -> dict[str, DecoderSpec]:
+    """Text → spec of the decoders to measure, the reference first unless it is among the others.
+
+    ValueError for decoders that the other options do not allow."""
+    texts = expand(options.decoder or default, options.tree, options.accept)
+    if options.reference not in texts:
+        texts = [options.reference, *texts]
+    specs = {text: parse_decoder(text) for text in texts}
+    for text, spec in specs.items():
+        if spec.refill and options.queue is None:
+            raise OptionError(
+                f"{text!r} refills rows from a queue of prompts; give {{queue}}, such as eight batches", queue=...
+            )
+        greedy = options.samplings == [(0.0, 0)]
+        if options.record and not (
+            isinstance(spec, Ours) and greedy and spec.accept in (None, "exact") and not spec.auto
+        ):
+            raise OptionError(
+                f"{{record}} replays greedy text under the exact rule, with our drafts, and not {text!r}; give "
+                "{reference} plain, {temperature} 0 and drafters alone",
+                record=..., reference=..., temperature=...,
+            )  # fmt: skip
+    return specs
+
+
+def run(
+    options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec], sets: Sequence[PromptSet], tell: Report
+) -> Outcome:
+    """Measure every round that is not in options.out/results.jsonl. Ctrl-C ends it early with the rounds so far, or
+    raises KeyboardInterrupt if no round is done."""
+    with Results(options.out / RESULTS) as results:
+        return _run(options, setup, specs, sets, results, tell)
 
 
 def _run(
-    options: BenchOptions, setup: BenchSetup, sets: Sequence[PromptSet], results: Results, tell: Report
-) -> Outcome:
-    specs = {text: parse_decoder(text) for text in options.decoders}
+    options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec], sets: Sequence[PromptSet],
+    results: Results, tell: Report,
+) -> Outcome:  # fmt: skip
     common = identity(options, setup, specs)
+    known = None
+    if options.record is not None:
+        tell(0.0, "recording the target")
+        every = [ids for one in sets for ids in one.ids]
+        known = record_of(options.record, setup.models.target, every, setup.max_new_tokens)
+        common = digest(common, hashlib.sha256(options.record.read_bytes()).hexdigest())
     outcome = Outcome([], {}, complete=True)
-    cells = list(itertools.product(sets, options.batch, options.temperature))
+    cells = list(itertools.product(sets, options.batch, options.samplings))
     done = 0.0
     try:
-        for number, (prompts, batch, temperature) in enumerate(cells):
-            cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, setup, specs, results, common)
+        for number, (prompts, batch, sampling) in enumerate(cells):
+            of = Cell(prompts.name, batch, *sampling)
+            cell = _CellRun(of, prompts, options, setup, specs, results, common, known)
 
             def within(fraction: float, note: str, number: int = number, cell: _CellRun = cell) -> None:
                 nonlocal done
@@ -133,12 +121,11 @@ def identity(options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderS
     (also of peers), and this package's own source, so that a changed program is measured again."""
     base = setup.models.target
     _refuse_lone_auto(setup, specs)
-    drafters = [_drafter(setup, spec, name) for spec in specs.values() for name in spec.drafters]
+    drafters = [drafter for spec in specs.values() for drafter in _drafters(setup, spec)]
     return digest(
-        identify_base(base), options.decoders, options.reference,
+        identify_base(base), list(specs), options.reference,
         [identify_drafter(drafter, base.device.type) for drafter in drafters], options.max_new_tokens,
-        options.lowest_limit, options.queue, options.turns, options.seed, identify_machine(base.device),
-        _source_digest(),
+        options.queue, options.turns, options.seed, identify_machine(base.device), _source_digest(),
         {name: [peer.command[0], peer.ask("versions")] for name, peer in setup.peers.items()},
     )  # fmt: skip
 
@@ -154,12 +141,14 @@ def _refuse_lone_auto(setup: BenchSetup, specs: dict[str, DecoderSpec]) -> None:
             raise ValueError(f"decoder {text!r} has no head to draft with; name one: '{head} auto'")
 
 
-def _drafter(setup: BenchSetup, spec: DecoderSpec, name: str) -> Drafter:
-    """The drafter of this name; for `HEAD auto`, the automatic drafter with its step costs."""
-    drafter = setup.drafter(name)
-    if isinstance(spec, Ours) and spec.auto and isinstance(drafter, DraftHead):
-        return auto_drafter(setup.models.target, drafter)
-    return drafter
+def _drafters(setup: BenchSetup, spec: DecoderSpec) -> list[Drafter]:
+    """The drafters of a decoder; of a cascade its parts; for `HEAD auto`, the automatic drafter with its step costs."""
+    loaded = [setup.drafter(name) for name in spec.drafters]
+    if isinstance(spec, Ours) and isinstance(cascade := spec.load(setup), Cascade):
+        return list(cascade.drafts)
+    if isinstance(spec, Ours) and spec.auto:
+        return [auto_drafter(setup.models.target, one) if isinstance(one, DraftHead) else one for one in loaded]
+    return loaded
 
 
 def _source_digest() -> str:
@@ -175,15 +164,19 @@ class _CellRun:
 
     def __init__(
         self, cell: Cell, prompts: PromptSet, options: BenchOptions, setup: BenchSetup, specs: dict[str, DecoderSpec],
-        results: Results, common: str,
+        results: Results, common: str, known: Record | None = None,
     ) -> None:  # fmt: skip
         self.cell, self.prompts, self.options, self.setup, self.results = cell, prompts, options, setup, results
-        self.specs = specs
+        self.specs, self.known = specs, known
         asked = [one.key for one in prompts.conversations]
-        self.common = digest(common, str(cell), prompts.ids, prompts.categories, asked)
-        tokenizer, device = setup.models.tokenizer, setup.models.target.device
+        answers = [question.answer for question in prompts.task.questions] if prompts.task else []
+        self.common = digest(common, str(cell), prompts.ids, prompts.categories, asked, answers)
+        tokenizer, base = setup.models.tokenizer, setup.models.target
         self.queue = options.queue or cell.batch
-        self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]
+        side = "right" if base.config.is_encoder_decoder else "left"
+        self.batches: list[dict[str, Any]] = [
+            *prompt_batches.batches(tokenizer, prompts.ids, base.device, self.queue, side=side)
+        ]
         if prompts.conversations:
             for index, batch in enumerate(self.batches):
                 batch[CONVERSATIONS] = prompts.conversations[index * self.queue : (index + 1) * self.queue]
@@ -192,10 +185,9 @@ class _CellRun:
             seeds = row_seeds(options.seed, len(prompts.ids))
             for index, batch in enumerate(self.batches):
                 batch["seeds"] = seeds[index * self.queue : (index + 1) * self.queue]
-        if options.lowest_limit is not None:
-            limits = draw_numbers(
-                len(prompts.ids), options.lowest_limit, options.max_new_tokens, options.seed, f"limits {prompts.name}"
-            )
+        fewest, most = options.limits
+        if fewest is not None:
+            limits = draw_numbers(len(prompts.ids), fewest, most, options.seed, f"limits {prompts.name}")
             for index, batch in enumerate(self.batches):
                 batch["limits"] = limits[index * self.queue : (index + 1) * self.queue]
         self.rounds: list[Round] = []
@@ -207,7 +199,10 @@ class _CellRun:
         self.left_out = {name: reason for name, reason in refusals.items() if reason is not None}
         names = [name for name in self.specs if name not in self.left_out]
         total = self.options.repeats * len(self.batches)
+        shard, shards = self.options.part
         for number, turn in enumerate(turns(names, len(self.batches), self.options.repeats)):
+            if turn.batch % shards != shard:
+                continue
             key = digest(self.common, turn.repeat, turn.batch)
             if key not in self.results.rows:
                 tell_name = partial(tell, number / total)
@@ -234,7 +229,7 @@ class _CellRun:
         for name in names:
             tell(f"warming up {name}")
             try:
-                decoder = self.specs[name].build(self.setup, self.cell)
+                decoder = self._build(name)
                 if not self.specs[name].refill:
                     decoder = batch_by_batch(decoder, self.cell.batch)
                 decoder = with_follow_ups(decoder, self.setup.models.tokenizer)
@@ -245,6 +240,14 @@ class _CellRun:
             else:
                 self._decoders[name] = decoder
         freeze_heap()
+
+    def _build(self, name: str) -> Decoder:
+        spec = self.specs[name]
+        if self.known is None or not isinstance(spec, Ours):
+            return spec.build(self.setup, self.cell)
+        drafter = spec.load(self.setup)
+        plan = None if drafter is None or spec.tree is None else as_plan(spec.tree, drafter)
+        return replayed(self.known, drafter, plan, self.setup.models.target.device)
 
     def _leave_out(self, name: str, error: Exception) -> None:
         """Drop the decoder from this cell. An error for the reference: there is nothing else to compare with."""
@@ -271,12 +274,33 @@ class _CellRun:
         first = index * self.queue
         return {
             "prompts": self.cell.prompts, "batch": self.cell.batch, "temperature": self.cell.temperature,
-            "repeat": repeat, "index": index,
+            "top_k": self.cell.top_k, "repeat": repeat, "index": index,
             "categories": [self.prompts.categories[first + row] for row in texts_of(self.batches[index])],
             "order": list(runs),
-            "decoders": {name: sample(runs[name], reference) for name in self.specs if name in runs},
+            "decoders": {
+                name: sample(runs[name], reference) | self._judge(runs[name], first, repeat)
+                for name in self.specs if name in runs
+            },
             "left_out": dict(self.left_out),
         }  # fmt: skip
+
+    def _judge(self, run: TimedRun, first: int, repeat: int) -> dict[str, Any]:
+        """In the first repeat: which answers are right, if the prompts have any; and, if a rule is lossy, the distance
+        of the texts from the target, as a sum of nats and the number of tokens with p = 0. first: index of the first
+        prompt."""
+        texts, known, task = run.output.tokens, dict[str, Any](), self.prompts.task
+        if repeat:
+            return known
+        if task is not None:
+            read = [self.setup.models.tokenizer.decode(text, skip_special_tokens=True) for text in texts]
+            asked = task.questions[first : first + len(texts)]
+            known["right"] = [task.correct(text, question) for text, question in zip(read, asked, strict=True)]
+        if self.setup.neutral and not self.prompts.conversations:
+            prompts, (base, cell) = self.prompts.ids[first : first + len(texts)], (self.setup.models.target, self.cell)
+            pairs = zip(prompts, texts, strict=True)
+            far = [distance(base, ids, text, cell.temperature, cell.top_k) for ids, text in pairs]
+            known |= {"nats": sum(nats for nats, _ in far), "outside": sum(outside for _, outside in far)}
+        return known
 
     def _run_in_turn(
         self, batch: dict[str, Any], order: Sequence[str], tell: Callable[[str], None]

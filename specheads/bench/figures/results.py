@@ -34,7 +34,7 @@ class Results:
                 record = json.loads(line)
                 self.rows[record["key"]] = record["row"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no result of bench or sweep; move the file away") from error
+                raise ValueError(f"{path}, line {number} is no result of bench; move the file away") from error
 
     def __enter__(self) -> Results:
         return self

@@ -25,7 +25,8 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
     tokens gained in each step, the prefill first, [] if unknown; prefill: its seconds, None if unknown; parts: seconds
     by part of the loop; differs_at: per row the index of the first token that differs from the reference's, None where
     the texts are equal; and, if the decoder counts them, gained and rows_stepped: tokens after the prefill and the
-    steps that gave them; steps: of the loop; accepted: like gains, but only drafted tokens; rows: decoded at a time, if
+    steps that gave them; steps: of the loop; draft_reviews: passes of each draft of a cascade; accepted: like gains,
+    but only drafted tokens; rows: decoded at a time, if
     the texts are more than that, since a conversation has a text for each turn.
 
     by_text: the result of split_by_text, for a batch of one row. Without a reference, differs_at is None."""
@@ -36,7 +37,8 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
         pairs = zip(run.output.tokens, reference.output.tokens, strict=True)
         differs = [first_difference(row, other) for row, other in pairs]
     known = run.output.statistics
-    counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped", "steps") if name in known}
+    names = ("gained", "rows_stepped", "steps", "draft_reviews")
+    counts: dict[str, Any] = {name: known[name] for name in names if name in known}
     if run.output.accepted:
         counts["accepted"] = run.output.accepted
     if run.output.rows is not None:
@@ -79,7 +81,8 @@ def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]
 def figures(rounds: Sequence[Round], name: str, reference: str) -> dict[str, Any]:
     """The figures of one decoder in rounds with the same prompt set, batch size and temperature.
 
-    speed_up: speed divided by the reference's, with its 95 % interval; same_text: number of rows in the first repeat
+    tokens and seconds: of all prompts, each with its median. speed_up: speed divided by the reference's, with its 95 %
+    interval; same_text: number of rows in the first repeat
     whose text equals the reference's, None if not compared. accepted_length: tokens per step and row, without the
     prefill; None if unknown, like its breakdowns. shares: of the run's seconds. step_seconds: of one step of a batch.
     """
@@ -92,6 +95,8 @@ def figures(rounds: Sequence[Round], name: str, reference: str) -> dict[str, Any
     texts = [at for one in first for at in one["decoders"][name]["differs_at"] or ()]
     compared = all(one["decoders"][name]["differs_at"] is not None for one in first)
     return {
+        "tokens": sum(tokens for tokens, _ in work),
+        "seconds": sum(seconds for _, seconds in work),
         "tokens_per_second": speed(work),
         "speed_up": speed(work) / speed(base),
         "speed_up_interval": None if interval is None else list(interval),
@@ -100,6 +105,29 @@ def figures(rounds: Sequence[Round], name: str, reference: str) -> dict[str, Any
         **accepted(first, name),
         **time_split(samples),
         "by_text": by_text(rounds, name, reference),
+        **judged(first, name),
+    }
+
+
+def judged(rounds: Sequence[Round], name: str) -> dict[str, Any]:
+    """What texts are worth: accuracy, the share of right answers; nats a token from the target, over tokens that it
+    does not rule out, and the number of those that it does (`outside`); reviews by the target and by each draft of a
+    cascade, and the tokens that they gained. None if unknown."""
+    samples = [one["decoders"][name] for one in rounds]
+    right = [answer for s in samples for answer in s.get("right", ())]
+    scored = [s for s in samples if "nats" in s]
+    outside = sum(s["outside"] for s in scored)
+    inside = sum(sum(s["tokens"]) for s in scored) - outside
+    reviews = None
+    if all("draft_reviews" in s for s in samples):
+        passes = [[s["rows_stepped"], *s["draft_reviews"]] for s in samples]
+        reviews = [sum(column) for column in zip(*passes, strict=True)]
+    return {
+        "accuracy": sum(right) / len(right) if right else None,
+        "nats": sum(s["nats"] for s in scored) / inside if inside else None,
+        "outside": outside if scored else None,
+        "reviews": reviews,
+        "gained": sum(s["gained"] for s in samples) if reviews else None,
     }
 
 
@@ -129,11 +157,12 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     if not gains:
         total, steps = sum(n for n, _ in counts), sum(n for _, n in counts)
         return {
-            "accepted_length": total / steps if steps else None, "accepted_by_depth": None,
+            "accepted_length": total / steps if steps else None, "accepted_drafts": None, "accepted_by_depth": None,
             "accepted_by_category": None, "accepted_by_position": None,
         }  # fmt: skip
     return {
         "accepted_length": _mean(gains),
+        "accepted_drafts": sum(drafts),
         "accepted_by_depth": [sum(n >= d for n in drafts) / len(drafts) for d in range(1, max(drafts) + 1)],
         "accepted_by_category": {category: _mean(own) for category, own in sorted(by_category.items())} or None,
         "accepted_by_position": {str(start): _mean(own) for start, own in sorted(by_position.items())},

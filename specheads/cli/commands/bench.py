@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,108 +10,115 @@ from transformers.utils import logging as hf_logging
 
 from specheads import terminal
 from specheads.bench import environment, shipped
-from specheads.bench.compare import llama, openvino, prompt_sets, report
-from specheads.bench.compare.cell import BenchSetup
-from specheads.bench.compare.decoder_texts import parse_decoder, refuse_unknown_drafters
+from specheads.bench.compare import report
+from specheads.bench.compare.decoder_spec import BenchSetup, DecoderSpec, Engine
+from specheads.bench.compare.decoder_texts import Ours, load_engine, refuse_unknown_drafters
+from specheads.bench.compare.judge import costs_of
+from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import Peer
-from specheads.bench.compare.run import BenchOptions, run
+from specheads.bench.compare.plots import require_matplotlib
+from specheads.bench.compare.prompt_sets import prompt_sets
+from specheads.bench.compare.run import decoders_of, run
 from specheads.bench.figures.floor import measure_floor
-from specheads.bench.sweep.plots import require_matplotlib
+from specheads.decoding.drafters import Cascade
 from specheads.models.named import Models
-from specheads.options import refuse_unknown
-
-PEERS = {openvino.NAME: openvino.WORKER, llama.NAME: llama.WORKER}
 
 
-def heads_folder(model: str | None, checkpoints: Path | None) -> Path | None:
-    """The folder of heads that can be given by name: `checkpoints`, or the shipped one if no model is given."""
-    return checkpoints if model is not None else shipped.find_base(checkpoints).parent
-
-
-def load(model: str, base: str | None, dtype: str, device: str) -> Models:
-    hf_logging.disable_progress_bar()
-    return Models.load(model, base=base, dtype=dtype, device=device)
-
-
-def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[str, Path]) -> tuple[str, ...]:
-    """The usual alternatives, our plain loop, our prompt lookup, and each available head, also with draft="auto"."""
-    heads = ["head"] if "head" in models.drafters else []
-    if not heads and checkpoints is not None:
-        heads = [name for name in shipped.LABELS if (checkpoints / name / "config.json").is_file()]
-    theirs = ["transformers", "transformers-static", "transformers-lookup"]
-    theirs += [text for name in PEERS if name in peers for text in (name, f"{name}-lookup")]
-    return (*theirs, "plain", "lookup", *heads, *(f"{head} auto" for head in heads))
-
-
-def parse_peers(given: list[str] | None) -> dict[str, Path]:
-    """Name → Python of each --peer NAME=PYTHON. ValueError for an unknown name or a Python that does not exist."""
-    found = {}
-    for text in given or []:
-        name, equals, python = text.partition("=")
-        if not equals or not python:
-            raise ValueError(f"--peer {text!r} is not NAME=PYTHON, such as openvino=ov/bin/python")
-        refuse_unknown([name], PEERS, "peer")
-        if not Path(python).is_file():
-            raise FileNotFoundError(f"--peer {text}: there is no {python}; make the environment first (docs/bench.md)")
-        found[name] = Path(python)
-    return found
-
-
-def check_decoders(texts: Sequence[str], peers: Container[str], checkpoints: Path | None) -> None:
-    """ValueError or FileNotFoundError for a text that names no decoder, or one that needs a peer's environment that was
-    not given. checkpoints: as in heads_folder."""
-    refuse_unknown_drafters(texts, shipped.names_in(checkpoints))
-    for text in texts:
-        peer = parse_decoder(text).peer
-        if peer is not None and peer not in peers:
-            raise ValueError(
-                f"decoder {text!r} needs an environment of its own: give --peer {peer}=PYTHON (docs/bench.md)"
-            )
-
-
-def bench(
-    models: Models, checkpoints: Path | None, options: BenchOptions, sets: list[prompt_sets.PromptSet], out: Path, *,
-    peers: Mapping[str, Path], plots: bool, command: str,
-) -> dict[str, Any]:  # fmt: skip
+def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
     """Measure and write the files → the record of bench.json, with the files written. Progress goes to stderr."""
-    if plots:
+    if options.plots and options.record is None:
         require_matplotlib()  # before hours of measuring, not after them
-    workers = {
+    engines = load_engines(options.engine)
+    folder = heads_folder(options.model)
+    refuse_unknown_drafters([*options.decoder, options.reference], shipped.names_in(folder))  # before a model loads
+    hf_logging.disable_progress_bar()
+    model = f"{folder}/base" if folder is not None else str(options.model)
+    models = Models.load(model, base=options.base, dtype=options.dtype, device=options.device)
+    specs = decoders_of(options, default_decoders(models, folder, [engine for engine, _ in engines.values()]))
+    peers = {
         # -I: adds neither this environment's paths nor the worker's own folder, whose files would shadow packages.
-        name: Peer(name, [str(python), "-I", str(PEERS[name])], (out / "peers" / name).resolve())
-        for name, python in peers.items()
+        name: Peer(name, [str(python), "-I", str(engine.worker)], (options.out / "peers" / name).resolve())
+        for name, (engine, python) in engines.items()
     }
-    longest = max(one.longest(options.max_new_tokens) for one in sets)
-    setup = BenchSetup(models, checkpoints, options.max_new_tokens, longest, workers)
+    fewest, most = options.limits
+    judged = any(spec.lossy for spec in specs.values()) or bool(options.task)
+    setup = BenchSetup(models, folder, most, 0, peers, neutral=judged)
+    costs = cascade_costs(options.cost, setup, specs)
+    held_out = shipped.held_out_names(Path(str(models.target.name_or_path)))
+    sets = prompt_sets(options, models.tokenizer, held_out)
+    setup.longest = max(one.longest(most) for one in sets)
     where, floor = environment.environment(), measure_floor(models.target)
     try:
-        versions = {name: version for peer in workers.values() for name, version in peer.ask("versions").items()}
+        versions = {name: version for peer in peers.values() for name, version in peer.ask("versions").items()}
         with terminal.progress(terminal.make_console(stderr=True), "measuring") as tell:
-            outcome = run(options, setup, sets, out, tell)
+            outcome = run(options, setup, specs, sets, tell)
     finally:
-        for peer in workers.values():
+        for peer in peers.values():
             peer.close()
+    rows = report.rows_of(
+        outcome.rounds, options.reference, floor.seconds, costs=costs, replayed=options.record is not None
+    )
     record = {
-        "command": command, "environment": where, "peers": versions, "reference": options.reference,
-        "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": options.max_new_tokens,
-        "lowest_limit": options.lowest_limit, "queue": options.queue, "turns": options.turns,
-        "repeats": options.repeats, "seed": options.seed, "floor": floor.to_dict(), "complete": outcome.complete,
+        "command": command, "environment": where, "peers": versions, **options.to_dict(),
+        "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": most, "lowest_limit": fewest,
+        "floor": floor.to_dict(), "costs": costs, "complete": outcome.complete,
         "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
-        "left_out": outcome.left_out,
-        "rows": report.rows_of(outcome.rounds, options.reference, floor.seconds),
-        "rounds": outcome.rounds,
+        "left_out": outcome.left_out, "rows": rows, "rounds": outcome.rounds,
     }  # fmt: skip
-    files = report.write(out, record, plots=plots)
+    files = report.write(options.out, record, plots=options.plots and options.record is None)
     return {**record, "files": [str(path) for path in files]}
 
 
-def show(record: dict[str, Any], *, wide: bool = False) -> None:
-    """Print the tables, their notes and the files' paths on stdout. wide: every column, as in bench.md."""
-    for table in report.tables(record["rows"], wide=wide):
+def heads_folder(model: str | None) -> Path | None:
+    """The folder of heads that can be given by name: MODEL if it holds base/, the shipped one if no model is given."""
+    if model is None:
+        return shipped.find_base(None).parent
+    return Path(model) if (Path(model) / "base" / "config.json").is_file() else None
+
+
+def default_decoders(models: Models, folder: Path | None, engines: Sequence[Engine]) -> tuple[str, ...]:
+    """The usual alternatives, our plain loop, our prompt lookup, and each available head, also with draft="auto"."""
+    heads = ["head"] if "head" in models.drafters else []
+    if not heads and folder is not None:
+        heads = [name for name in shipped.LABELS if (folder / name / "config.json").is_file()]
+    others = ["transformers", "transformers-static", "transformers-lookup"]
+    others += [name for engine in engines for name in engine.decoders]
+    return (*others, "plain", "lookup", *heads, *(f"{head} auto" for head in heads))
+
+
+def load_engines(texts: Collection[str]) -> dict[str, tuple[Engine, Path]]:
+    """Name → engine and Python of each FILE=PYTHON. ValueError for another text, OSError for a missing file."""
+    engines = {}
+    for text in texts:
+        file, equals, python = text.partition("=")
+        if not equals or not python:
+            raise ValueError(
+                f"--engine {text!r} is not FILE=PYTHON, such as benchmarks/engines/llama.py=env/bin/python"
+            )
+        for path in (file, python):
+            if not Path(path).is_file():
+                raise FileNotFoundError(f"--engine {text}: there is no {path} (docs/bench.md)")
+        engine = load_engine(Path(file))
+        engines[engine.name] = engine, Path(python)
+    return engines
+
+
+def cascade_costs(cost: str, setup: BenchSetup, specs: Mapping[str, DecoderSpec]) -> dict[str, list[float]]:
+    """By decoder, the costs of a pass of the base and of each draft of its cascade, where they are known."""
+    loaded = {text: spec.load(setup) for text, spec in specs.items() if isinstance(spec, Ours) and spec.k_matrix}
+    known = {text: costs_of(setup.models.target, one, cost) for text, one in loaded.items() if isinstance(one, Cascade)}
+    return {text: costs for text, costs in known.items() if costs is not None}
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the tables, their notes and the files' paths on stdout."""
+    tables = [*report.tables(record["rows"], wide=False)]
+    for table in tables:
         # The title is printed separately: in the table it would be wrapped at the table's width.
         shown = terminal.as_text(terminal.table("", table.columns, table.lines)).strip("\n")
         print(f"{table.title}\n{shown}\n")
-    for line in (*(report.LEGEND if wide else report.NARROW_LEGEND), *report.notes(record)):
+    print("More columns, and what was accepted by depth and position: bench.md.")
+    for line in (*report.legend(tables), *report.notes(record)):
         print(line)
     print(environment.line(record["environment"]))
     print("written: " + ", ".join(record["files"]))

@@ -7,9 +7,9 @@ from typing import Any
 
 from specheads import terminal
 from specheads.bench import decoders, environment, report, runner
+from specheads.bench.batches import batch_by_batch
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts, prompts_from
-from specheads.bench.queues import batch_by_batch
 from specheads.cli.app import output
 from specheads.cli.options.measure import EvaluateOptions
 from specheads.decoding.acceptance.named import RULES, rule_named

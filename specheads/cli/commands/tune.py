@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from specheads import terminal
+from specheads.bench.compare.recorded import load_record
 from specheads.bench.prompts import held_out_prompts
-from specheads.bench.sweep.run import load_record
 from specheads.bench.tree_search import (
     Candidate,
     acceptance_of,

@@ -33,7 +33,7 @@ class DemoOptions(Output):
 class RecipesOptions(Output):
     """List the recipes that come with specheads, or print one.
 
-    They are for train, features, sweep and accelerate launch.
+    They are for train, features, bench and accelerate launch.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The shared options as types, for the commands that spell their parameters out: bench and sweep."""
+"""The shared options as types, for the commands that spell their parameters out: bench."""
 
 from __future__ import annotations
 

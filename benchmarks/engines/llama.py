@@ -1,23 +1,34 @@
-"""A Llama base as files from which llama.cpp's worker makes a GGUF file: gguf.json, and the tensors.bin that it names.
+"""llama.cpp for `specheads bench`, through llama-cpp-python: plain, or with llama-cpp-python's prompt lookup.
 
-gguf.json: "metadata", [key, type, value] each; "tensors", [name, shape, dtype, offset] each. Weights have the base's
-dtype; norms and biases are float32, as llama.cpp requires. Its rotary embedding pairs neighbours where transformers
-pairs halves, so the rows of q and k are interleaved.
+    specheads bench my/llama --engine benchmarks/engines/llama.py=llama/bin/python -d llama.cpp -d llama.cpp-lookup
+
+The base is written as two files, from which the worker makes a GGUF file: gguf.json, with "metadata", [key, type,
+value] each, and "tensors", [name, shape, dtype, offset] each; and the tensors.bin that it names. Weights have the
+base's dtype; norms and biases are float32, as llama.cpp requires. Its rotary embedding pairs neighbours where
+transformers pairs halves, so the rows of q and k are interleaved.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.bench.compare.peer import PeerError
+from specheads.bench.compare.decoder_spec import BenchSetup, Cell, Engine, OneRow
+from specheads.bench.compare.peer import PeerError, write_once
+from specheads.bench.figures.results import digest
+from specheads.bench.runner import Decoder
+from specheads.models.base.fingerprint import fingerprint_base
 
+NAME = "llama.cpp"
+NGRAM = 3  # longest n-gram that its prompt lookup searches for
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's codes for weight dtypes
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -26,6 +37,59 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 NORMAL, CONTROL = 1, 3  # llama.cpp's codes for token types
+
+
+@dataclass(frozen=True)
+class LlamaCpp(OneRow):
+    """Plain decoding: one token per step."""
+
+    peer: ClassVar[str | None] = NAME
+    reason: ClassVar[str] = "llama-cpp-python generates one row at a time"
+
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        return _decoder(setup, cell)
+
+
+@dataclass(frozen=True)
+class LlamaCppLookup(LlamaCpp):
+    """llama-cpp-python's prompt lookup, of at most num_tokens per step."""
+
+    num_tokens: int = 10
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ValueError(f"llama.cpp-lookup:{self.num_tokens} drafts nothing; give at least 1 token")
+
+    def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
+        return _decoder(setup, cell, lookup=self.num_tokens, ngram=NGRAM)
+
+
+def _decoder(setup: BenchSetup, cell: Cell, *, lookup: int = 0, ngram: int = 0) -> Decoder:
+    peer, base = setup.peers[NAME], setup.models.target
+    path = peer.folder / f"base-{digest(fingerprint_base(base), str(base.dtype))}.gguf"
+
+    def convert(out: Path) -> None:
+        source = out.with_name(out.name + "-source")
+        shutil.rmtree(source, ignore_errors=True)
+        write_source(base, setup.models.tokenizer, source)
+        peer.ask("convert", model=str(source), out=str(out))
+        shutil.rmtree(source)
+
+    write_once(path, convert)
+    loaded: dict[str, Any] = {
+        "base": str(path), "num_threads": torch.get_num_threads(), "exact_cache": base.dtype == torch.float32,
+        # Room for the longest text and a draft, plus one.
+        "num_positions": setup.longest + setup.max_new_tokens + lookup + 1, "lookup": lookup, "ngram": ngram,
+    }  # fmt: skip
+    return peer.decoder(
+        f"lookup {lookup}" if lookup else "plain", loaded, max_new_tokens=setup.max_new_tokens,
+        temperature=cell.temperature, ends=setup.ends,
+    )  # fmt: skip
+
+
+ENGINE = Engine(
+    NAME, Path(__file__).with_name("llama_worker.py"), {"llama.cpp": LlamaCpp, "llama.cpp-lookup": LlamaCppLookup}
+)
 
 
 def write_source(base: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

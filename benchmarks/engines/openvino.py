@@ -1,4 +1,6 @@
-"""OpenVINO GenAI as a decoder: plain, with an EAGLE-3 head in published form, or with its own prompt lookup.
+"""OpenVINO GenAI for `specheads bench`: plain, with an EAGLE-3 head in published form, or with its own prompt lookup.
+
+    specheads bench out/head --engine benchmarks/engines/openvino.py=ov/bin/python -d openvino -d openvino-lookup
 
 `openvino:5:out/head` drafts chains of five with that head, `openvino:16:out/head:4:4` trees of 16 nodes, 4 deep.
 """
@@ -12,8 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specheads.bench.compare.cell import BenchSetup, Cell
-from specheads.bench.compare.decoder_spec import DecoderSpec
+from specheads.bench.compare.decoder_spec import BenchSetup, Cell, DecoderSpec, Engine
 from specheads.bench.compare.peer import Peer, PeerError, write_once
 from specheads.bench.figures.identity import weight_sums
 from specheads.bench.figures.results import digest
@@ -26,7 +27,6 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.export.exporting import export
 
 NAME = "openvino"
-WORKER = Path(__file__).with_name("openvino_worker.py")
 NGRAM = 3  # longest n-gram that its prompt lookup searches for
 
 
@@ -77,8 +77,6 @@ class OpenVINOLookup(DecoderSpec):
 def _decoder(
     setup: BenchSetup, cell: Cell, options: dict[str, int], *, head: str = "", lookup: bool = False
 ) -> Decoder:
-    if NAME not in setup.peers:
-        raise PeerError("openvino decodes in an environment of its own: give --peer openvino=PYTHON")
     peer, base = setup.peers[NAME], setup.models.target
     folder = peer.folder / f"base-{digest(fingerprint_base(base))}"
     write_once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
@@ -113,3 +111,8 @@ def _converted_head(peer: Peer, setup: BenchSetup, drafter: Drafter, name: str) 
 
     write_once(folder, make)
     return folder
+
+
+ENGINE = Engine(
+    NAME, Path(__file__).with_name("openvino_worker.py"), {"openvino": OpenVINO, "openvino-lookup": OpenVINOLookup}
+)

@@ -1,4 +1,4 @@
-"""Tasks whose answers are checked exactly: MMLU, GSM8K, CSQA, HumanEval, and those made from shipped data.
+"""Prompts with right answers: MMLU, GSM8K, CSQA, HumanEval, and signatures from shipped data.
 
 Prompts of MMLU and GSM8K are those of Cascade Speculative Drafting, arXiv:2312.11462. CSQA is asked like MMLU, and
 HumanEval with its own prompts. Rows come from the hub or from local files with the hub's columns; MMLU also accepts the
@@ -10,16 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.prompts import evenly_spaced, held_out_prompts, prompts_from, spaced_indices
-from specheads.bench.sweep.grid import TASKS
-from specheads.bench.sweep.programs import passes
-from specheads.bench.sweep.signatures import signature_questions, signature_written
-from specheads.bench.sweep.syntax import parses, syntax_questions
+from specheads.bench.compare.signatures import signature_questions, signature_written
+from specheads.bench.prompts import spaced_indices
 from specheads.options import OptionError, Suggestion, refuse_unknown
 
 LETTERS = "ABCDEFGHIJ"
@@ -27,7 +27,7 @@ LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: text or token ids. answer: the right one, in the form that the task's `parse` returns."""
+    """prompt: text or token ids. answer: the right one."""
 
     prompt: str | list[int]
     answer: str
@@ -37,25 +37,23 @@ class Question:
 @dataclass(frozen=True)
 class TaskSource:
     """Where rows are on the hub, and how a row becomes a question. columns: each row of the task has one of them.
-    parse: text written for a question → the answer it gives. max_new_tokens: for an answer."""
+    correct: is the text written for a question right?"""
 
     hub: str
     subset: str | None
     split: str
     columns: tuple[str, ...]
     question: Callable[[Mapping[str, Any]], Question]
-    parse: Callable[[str, Question], str | None]
-    max_new_tokens: int
+    correct: Callable[[str, Question], bool]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions, and how their answers are judged. correct: None if they have no answers."""
+    """Questions, and how their answers are judged."""
 
     name: str
     questions: list[Question]
-    max_new_tokens: int
-    correct: Callable[[str, Question], bool] | None
+    correct: Callable[[str, Question], bool]
 
 
 def choice_of(text: str, letters: str) -> str | None:
@@ -65,14 +63,12 @@ def choice_of(text: str, letters: str) -> str | None:
     text = text.replace("*", "")
     while (unboxed := re.sub(r"\$?\\(?:boxed|text\w*)\s*\{([^{}]*)\}\$?", r"\1", text)) != text:
         text = unboxed
-    one = f"([{letters}])"
-    said = re.findall(rf"(?i:answer\s*(?:is|:)?\s*:?\s*(?:(?:the\s+)?(?:option|choice)\s*:?\s*)?)\(?{one}\b", text)
-    said = said or re.findall(rf"\({one}\)", text) or re.findall(rf"^\s*{one}(?=[.):,]|\s*$)", text)
-    return said[-1] if said else None
-
-
-def choice_for(text: str, asked: Question) -> str | None:
-    return choice_of(text, asked.extra["letters"])
+    letter = f"([{letters}])"
+    choices = re.findall(
+        rf"(?i:answer\s*(?:is|:)?\s*:?\s*(?:(?:the\s+)?(?:option|choice)\s*:?\s*)?)\(?{letter}\b", text
+    )
+    choices = choices or re.findall(rf"\({letter}\)", text) or re.findall(rf"^\s*{letter}(?=[.):,]|\s*$)", text)
+    return choices[-1] if choices else None
 
 
 def number_of(text: str) -> str | None:
@@ -81,11 +77,11 @@ def number_of(text: str) -> str | None:
     Without thousands separators, and without the fraction if it is zero.
     """
     number = r"\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)"
-    found = re.findall("####" + number, text) or re.findall(r"answer\s*(?:is|:)\s*:?" + number, text, re.IGNORECASE)
-    found = found or re.findall(r"(?<![\d.])(-?\d[\d,]*(?:\.\d+)?)", text)
-    if not found:
+    numbers = re.findall("####" + number, text) or re.findall(r"answer\s*(?:is|:)\s*:?" + number, text, re.IGNORECASE)
+    numbers = numbers or re.findall(r"(?<![\d.])(-?\d[\d,]*(?:\.\d+)?)", text)
+    if not numbers:
         return None
-    plain = found[-1].replace(",", "")
+    plain = numbers[-1].replace(",", "")
     return plain.rstrip("0").rstrip(".") if "." in plain else plain
 
 
@@ -146,40 +142,57 @@ def _lettered(letters: Sequence[str], options: Sequence[str]) -> str:
     return " ".join(f"({letter}) {option}" for letter, option in zip(letters, options, strict=False))
 
 
+# The start of code or text after the requested function.
+_ENDS = re.compile(r"\n(?=(?:class|def|if|print|#|@|import|from)\b|#|@|```)")
+
+
+def complete_function(prompt: str, completion: str) -> str:
+    """The prompt and the completion, cut at the end of the function."""
+    return prompt + _ENDS.split(completion, maxsplit=1)[0] + "\n"
+
+
+def passes(completion: str, asked: Question, *, seconds: float = 10.0) -> bool:
+    """Does the completed function pass its tests in time? Runs code that a model wrote: without environment, input or
+    output, in a temporary folder, but with all permissions of this process."""
+    assert isinstance(asked.prompt, str)
+    program = f"{complete_function(asked.prompt, completion)}\n{asked.extra['test']}\ncheck({asked.answer})\n"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", program], cwd=folder, env={}, timeout=seconds, check=False,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0
+
+
+def _right_choice(text: str, asked: Question) -> bool:
+    return choice_of(text, asked.extra["letters"]) == asked.answer
+
+
+def _right_number(text: str, asked: Question) -> bool:
+    return number_of(text) == asked.answer
+
+
 SOURCES = {
-    "mmlu": TaskSource("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_for, 256),
-    "gsm8k": TaskSource("openai/gsm8k", "main", "test", ("question",), gsm8k, lambda text, asked: number_of(text), 256),
-    "csqa": TaskSource("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_for, 256),
-    "humaneval": TaskSource(
-        "openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text, asked: text, 384
-    ),
+    "mmlu": TaskSource("cais/mmlu", "all", "test", ("choices", "target"), mmlu, _right_choice),
+    "gsm8k": TaskSource("openai/gsm8k", "main", "test", ("question",), gsm8k, _right_number),
+    "csqa": TaskSource("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, _right_choice),
+    "humaneval": TaskSource("openai/openai_humaneval", None, "test", ("entry_point",), humaneval, passes),
 }
-SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a sample of MMLU in a local file
-# Default max_new_tokens of an answer.
-LENGTHS = {
-    "signatures": 24, "syntax": 96, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()},
-}  # fmt: skip
 SHIPPED_QUESTIONS = 64
 
 
-def source_of(name: str, data: Sequence[str]) -> TaskSource:
-    """The source of a task's rows. ValueError for a task without rows, or one that is not on the hub without `data`."""
-    refuse_unknown([name], SOURCES, "task with rows")
-    if name == "sampled_mmlu" and not data:
-        raise OptionError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by {data}", data=...)
-    return SOURCES[name]
-
-
-def rows_of(source: TaskSource, data: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+def rows_of(name: str, files: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]:
     """The rows of a task: from local files, else from the hub. From JSON with named splits, the test split."""
     from specheads.data.sources import load_dataset_rows
 
-    if not data:
-        return load_dataset_rows(
-            source.hub, source.split, subset=source.subset, prompt_column=source.columns[0]
-        )  # fmt: skip
-    splits = [rows for file in data if (rows := _test_split(Path(file)))]
-    given: Any = list(itertools.chain(*splits)) if len(splits) == len(data) else list(data)
+    source = SOURCES[name]
+    if not files:
+        return load_dataset_rows(source.hub, source.split, subset=source.subset, prompt_column=source.columns[0])
+    splits = [rows for file in files if (rows := _test_split(Path(file)))]
+    given: Any = list(itertools.chain(*splits)) if len(splits) == len(files) else list(files)
     return load_dataset_rows(given, prompt_column=source.columns[0], text_column=source.columns[-1])
 
 
@@ -188,60 +201,41 @@ def _test_split(file: Path) -> list[Any] | None:
     if file.suffix != ".json" or not file.is_file():
         return None
     try:
-        held = json.loads(file.read_text("utf8"))
+        content = json.loads(file.read_text("utf8"))
     except ValueError:  # JSON lines
         return None
-    rows = held.get("test") if isinstance(held, dict) else None
+    rows = content.get("test") if isinstance(content, dict) else None
     return rows if isinstance(rows, list) else None
 
 
-def load_task(
-    name: str, tokenizer: Any, *, data: Sequence[str] = (), count: int | None = None, run_code: bool = False
-) -> Task:
-    """`count` questions of a task, evenly spaced; for `csqa` the first, as in fuzzy speculative decoding's own script.
+def load_task(text: str, tokenizer: Any, count: int | None = None, *, run_code: bool = False) -> Task:
+    """NAME or NAME:FILE,… → `count` questions of a task, evenly spaced, since rows may be grouped, as MMLU's are by
+    subject; for `csqa` the first, as in fuzzy speculative decoding's own script.
 
     ValueError or OSError, with the reason, for rows that are not the task's. ValueError for HumanEval unless run_code
     permits running code that the model wrote."""
-    refuse_unknown([name], TASKS, "task")
-    if name in ("signatures", "syntax") and data:
-        raise ValueError(f"the task {name} is made of shipped data and takes no data")
-    if name == "syntax":
-        begun = syntax_questions(tokenizer, count or SHIPPED_QUESTIONS)
-        return Task(
-            name, [Question(shown, around) for shown, around in begun], LENGTHS[name],
-            lambda text, asked: isinstance(asked.prompt, str) and parses(asked.prompt, text, asked.answer),
-        )  # fmt: skip
+    name, _, rest = text.partition(":")
+    files = [file for file in rest.split(",") if file]
+    refuse_unknown([name], ("signatures", *SOURCES), "task")
     if name == "signatures":
-        made = signature_questions(tokenizer, count or SHIPPED_QUESTIONS)
-        questions = [Question(ids, answer) for ids, answer in made]
-        return Task(name, questions, LENGTHS[name], lambda text, asked: signature_written(text) == asked.answer)
-    if name == "prompts":
-        if data:
-            texts = evenly_spaced([text for file in data for text in prompts_from(Path(file))], count)
-            asked = [t if isinstance(t, str) else t.prompt((), tokenizer) for t in texts]
-        else:
-            asked = [*held_out_prompts(tokenizer, count or 8)]
-        return Task(name, [Question(prompt, "") for prompt in asked], LENGTHS[name], None)
-    source = source_of(name, data)
+        if files:
+            raise ValueError("the task signatures is made of shipped data and takes no files")
+        asked = signature_questions(tokenizer, count or SHIPPED_QUESTIONS)
+        return Task(
+            text, [Question(ids, answer) for ids, answer in asked],
+            lambda written, question: signature_written(written) == question.answer,
+        )  # fmt: skip
     if name == "humaneval" and not run_code:
         raise OptionError(
             "humaneval runs the programs that the model writes; allow it with {run_code}, best in a sandbox",
             run_code=Suggestion(True),
         )
+    source, rows = SOURCES[name], rows_of(name, files)
     questions = []
-    rows = rows_of(source, data)
-    # Evenly spaced, since rows may be grouped, as MMLU's are by subject.
     for index in range(len(rows))[:count] if name == "csqa" else spaced_indices(len(rows), count):
         try:
             questions.append(source.question(rows[index]))
         except (KeyError, TypeError, IndexError, ValueError) as error:
             reason = f"no column {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{name}, row {index + 1}: {reason}; expected the columns of {source.hub}") from error
-
-    def correct(text: str, asked: Question) -> bool:
-        if name == "humaneval":
-            assert isinstance(asked.prompt, str)
-            return passes(asked.prompt, text, asked.extra["test"], asked.answer)
-        return source.parse(text, asked) == asked.answer
-
-    return Task(name, questions, source.max_new_tokens, correct)
+    return Task(text, questions, source.correct)

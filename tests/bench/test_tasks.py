@@ -1,14 +1,12 @@
 """Tasks: the published prompts, answers parsed from worked text, and a task of shipped data, the same each time."""
 
-import dataclasses
 import json
 
 import pytest
 from transformers import AutoTokenizer
 
-from specheads.bench.sweep import signatures, syntax
-from specheads.bench.sweep.programs import complete_function, passes
-from specheads.bench.sweep.tasks import choice_of, load_task, number_of
+from specheads.bench.compare import signatures
+from specheads.bench.compare.tasks import Question, choice_of, complete_function, load_task, number_of, passes
 from specheads.data import corpus
 
 ROWS = {
@@ -31,7 +29,7 @@ def task(tmp_path, cache_in_tmp):
         file = tmp_path / f"{name}.jsonl"
         rows = [ROWS[name]] if rows is None else rows
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
-        return load_task(name, None, data=[str(file)], **options)
+        return load_task(f"{name}:{file}", None, **options)
 
     return loaded
 
@@ -52,32 +50,25 @@ def test_prompts_are_the_published_ones_and_answers_are_judged_by_the_task(task)
     assert not gsm8k.correct("#### 1202", asked) and not gsm8k.correct("many", asked)
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The answer is (C).", "C"), ("The ANSWER IS B", "B"), ("Answer: D", "D"), ("B", "B"), (" A. Because", "A"),
-        ("(A) is wrong, (D) is right", "D"), ("The answer is (A). No, the answer is (B).", "B"), ("", None),
-        ("Apples grow", None), ("I think so", None), ("the answer is a number", None),
-        ("The answer is Basel", None), ("So it is (B). Answer is (A)", "A"),
-        ("The correct answer is **B) populated areas**.", "B"), ("**Answer:** B", "B"), ("**Answer**: (C)", "C"),
-        (r"the answer is \boxed{B}", "B"), (r"The answer is $\boxed{\text{D}}$.", "D"), ("The answer is option B", "B"),
-        ("Answer: the choice (A)", "A"), ("In my answer I chose (B).", "B"), ("The answer is (H)", None),
-    ],
-)  # fmt: skip
-def test_the_letter_of_a_worked_answer_is_found(text, letter):
-    assert choice_of(text, "ABCD") == letter
+LETTERS = {
+    "The answer is (C).": "C", "The ANSWER IS B": "B", "Answer: D": "D", "B": "B", " A. Because": "A",
+    "(A) is wrong, (D) is right": "D", "The answer is (A). No, the answer is (B).": "B", "": None,
+    "Apples grow": None, "I think so": None, "the answer is a number": None,
+    "The answer is Basel": None, "So it is (B). Answer is (A)": "A",
+    "The correct answer is **B) populated areas**.": "B", "**Answer:** B": "B", "**Answer**: (C)": "C",
+    r"the answer is \boxed{B}": "B", r"The answer is $\boxed{\text{D}}$.": "D", "The answer is option B": "B",
+    "Answer: the choice (A)": "A", "In my answer I chose (B).": "B", "The answer is (H)": None,
+}  # fmt: skip
+NUMBERS = {
+    "#### 42": "42", "1 + 1 = 2\n#### -3\n": "-3", "The answer is $1,234.50.": "1234.5", "so 7 and 8": "8",
+    "the answer is 5, not 6": "5", "#### 12.0": "12", "100": "100", "none": None, "It costs $18.": "18",
+    "3.10 dollars": "3.1", "#### 5 or 6": "5",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("#### 42", "42"), ("1 + 1 = 2\n#### -3\n", "-3"), ("The answer is $1,234.50.", "1234.5"), ("so 7 and 8", "8"),
-        ("the answer is 5, not 6", "5"), ("#### 12.0", "12"), ("100", "100"), ("none", None), ("It costs $18.", "18"),
-        ("3.10 dollars", "3.1"), ("#### 5 or 6", "5"),
-    ],
-)  # fmt: skip
-def test_the_number_of_a_worked_answer_is_found(text, number):
-    assert number_of(text) == number
+def test_the_letter_and_the_number_of_a_worked_answer_are_found():
+    assert {text: choice_of(text, "ABCD") for text in LETTERS} == LETTERS
+    assert {text: number_of(text) for text in NUMBERS} == NUMBERS
 
 
 def test_a_completion_passes_if_its_program_does_and_code_runs_only_where_it_may(task):
@@ -88,8 +79,9 @@ def test_a_completion_passes_if_its_program_does_and_code_runs_only_where_it_may
     assert humaneval.correct("    return a + b\n\ndef other():\n    fail(\n", asked)
     assert not humaneval.correct("    return a - b\n", asked) and not humaneval.correct("    return (", asked)
     assert complete_function("def f():\n", "    return 1\nprint(f())") == "def f():\n    return 1\n"
-    assert not passes("def f():\n", "    while True: pass\n", "def check(f): f()", "f", seconds=0.3)
-    assert not passes("def f():\n", "    raise SystemExit(1)\n", "def check(f): f()", "f")
+    asked = Question("def f():\n", "f", {"test": "def check(f): f()"})
+    assert not passes("    while True: pass\n", asked, seconds=0.3)
+    assert not passes("    raise SystemExit(1)\n", asked)
 
 
 def test_rows_that_are_not_the_task_s_are_refused_with_their_number(task):
@@ -102,16 +94,13 @@ def test_rows_that_are_not_the_task_s_are_refused_with_their_number(task):
     assert len(task("gsm8k", [ROWS["gsm8k"]] * 5, count=3).questions) == 3
 
 
-def test_fewer_questions_are_spaced_over_the_rows_which_may_be_grouped_but_for_csqa_s_first(task, tmp_path):
+def test_fewer_questions_are_spaced_over_the_rows_which_may_be_grouped_but_for_csqa_s_first(task):
     rows = [{**ROWS["gsm8k"], "question": str(i)} for i in range(10)]
     asked = [str(question.prompt) for question in task("gsm8k", rows, count=3).questions]
     assert [text.partition("Question: ")[2][0] for text in asked] == ["0", "3", "6"]
     assert len(task("gsm8k", rows, count=99).questions) == len(task("gsm8k", rows).questions) == 10
     rows = [{**ROWS["csqa"], "question": str(i)} for i in range(10)]
     assert [q.prompt[10] for q in task("csqa", rows, count=3).questions] == ["0", "1", "2"]
-    (tmp_path / "p.txt").write_text("".join(f"{i}\n" for i in range(10)), "utf8")
-    chosen = load_task("prompts", None, data=[str(tmp_path / "p.txt")], count=3).questions
-    assert [question.prompt for question in chosen] == ["0", "3", "6"]
     with pytest.raises(ValueError, match="gsm8k, row 6: "):
         task("gsm8k", [ROWS["gsm8k"]] * 5 + [{"question": "?", "answer": "none"}] * 5, count=2)
 
@@ -141,56 +130,3 @@ def test_signature_questions_are_the_same_each_time_and_only_of_held_out_files()
         assert signatures.plain(head) + answer in held_out
     with pytest.raises(ValueError, match="signatures asked for"):
         signatures.signature_questions(tokenizer, 10**6)
-
-
-@pytest.mark.parametrize(
-    ("completion", "right"),
-    [
-        ("        return x\n", True), ("        return x\n    def g(self):\n        pass\n", True),
-        ("        return (x,\n", True), ('        """Of\nany ( text\n', True), ("        if x:\n", True),
-        ("        return x)", True),  # a line that is not whole
-        ("        return x)\n", False), ("        if x\n            y\n", False), ("      return x\n", False),
-        ("        return x\n   def g():\n", False), ("        return 'x\n", False), ("        break\n", False),
-        ("        x = '\\d'\n", True), ("        \0\n", False),
-        ("        return " + "(" * 300 + "\n", False),
-    ],
-)  # fmt: skip
-def test_a_completion_is_right_where_python_can_parse_its_whole_lines(completion, right):
-    assert syntax.parses("    def f(self, x):\n        y = 1\n", completion, syntax.blocks(4)) == right
-
-
-def test_a_prompt_of_syntax_ends_after_a_whole_statement():
-    words = str.split
-
-    def tokenizer(text): return {"input_ids": words(text)}  # fmt: skip
-
-    short, body = ["def f(x):\n", "    y = x\n"], ["    z = y\n"] * 40
-    assert syntax.beginning(tokenizer, [*short, *body], "") == "".join([*short, *body[:19]])  # 5 + 19 · 3 tokens
-    assert syntax.beginning(tokenizer, short, "") is None, "nothing is left to write"
-    assert syntax.beginning(tokenizer, [short[0], "    y = " + "x " * 80 + "\n"], "") is None, "the definition alone"
-    text = ["def f(x):\n", '    """' + "a " * 57 + "\n", "    " + "b " * 20 + "\n", '    """\n']
-    assert syntax.beginning(tokenizer, text, "") is None, "inside a text"
-    call = ["def f(x):\n", "    g(\n", "        " + "a, " * 70 + "\n", "    )\n"]
-    assert syntax.beginning(tokenizer, call, "") is None, "inside brackets"
-    method = ["    def f(self):\n", "        y = 1\n", "        z = " + "y + " * 70 + "y\n"]
-    assert syntax.beginning(tokenizer, method, syntax.blocks(4)) == "".join(method[:2])
-
-
-@pytest.mark.slow
-def test_syntax_questions_are_the_same_each_time_and_right_as_they_stand():
-    tokenizer = AutoTokenizer.from_pretrained(corpus.checkpoints_dir() / "base")
-    made = load_task("syntax", tokenizer, count=24)
-    assert made == dataclasses.replace(load_task("syntax", tokenizer, count=24), correct=made.correct)
-    held_out = dict(corpus.texts("held_out"))
-    for question in made.questions:
-        (rest,) = {text.split(question.prompt, 1)[1] for text in held_out.values() if question.prompt in text}
-        assert len(tokenizer(question.prompt)["input_ids"]) <= syntax.SHOWN and made.correct("", question)
-        own = rest[: rest.find("\n", 200) + 1]
-        assert made.correct(own, question), "as the file continues"
-        assert not made.correct(")\n" + own, question)
-    inner = [question for question in made.questions if question.answer]
-    assert len(inner) > 4 and all(question.prompt.startswith("    ") for question in inner), "methods too"
-    with pytest.raises(ValueError, match="functions asked for"):
-        load_task("syntax", tokenizer, count=10**6)
-    with pytest.raises(ValueError, match="the task syntax is made of shipped data"):
-        load_task("syntax", tokenizer, data=["x.jsonl"])

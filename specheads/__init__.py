@@ -22,7 +22,6 @@ from specheads.decoding.acceptance import (
     TopN,
     Traversal,
     Typical,
-    Unadjusted,
     fuzzy_from,
 )
 from specheads.decoding.drafters import (
@@ -97,6 +96,6 @@ __all__ = [
     "ParallelConfig", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
     "SpecSeq2SeqOutput",
     "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical",
-    "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
+    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
     "generate_many", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

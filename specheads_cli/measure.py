@@ -73,7 +73,7 @@ def evaluate(
     from specheads.bench.prompts import held_out_prompts, prompts_from
     from specheads.cli.commands.draft_options import DraftOptions
     from specheads.cli.commands.evaluate import measure, show
-    from specheads.decoding.acceptance.named import rule_named
+    from specheads.decoding.acceptance import rule_named
     from specheads.models.named import Models
 
     if chat and prompts is None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specheads.decoding.text import TextPieces
+from specheads.decoding.drafters.retokenize import TextPieces
 from specheads.terminal import write
 
 # Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.

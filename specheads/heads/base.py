@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.planner import NoDraft, Plan, StaticTree
-from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
+from specheads.decoding.planner import STATIC_DEPTH, NoDraft, Plan, StaticTree, static_choices
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss

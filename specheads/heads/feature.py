@@ -18,7 +18,7 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.cache import Levels, Reach, gather_nodes
+from specheads.decoding.verify.masks import Levels, Reach, gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
@@ -114,7 +114,7 @@ class FeatureHead(UnrolledHead):
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         target = context.target
-        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         # First the positions committed since the last proposal, with the target's features.
         fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
         hidden, cache = read_committed(

@@ -41,7 +41,7 @@ class MedusaHead(DepthHeads):
         return [self.maybe_checkpoint(block, targets.gather_starts(features, i)) for i, block in enumerate(self.blocks)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
-        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         hidden = context.newest(context.features).to(dtype)
         depths = zip(self.blocks, self.lm_heads, strict=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import likeliest
-from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.tree.draft_logits import DraftIds
 
 
 class TeacherProbs(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.models.base.fingerprint import fingerprint_base

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from specheads import Cascade, DraftModel, MaxGram, generate
 from specheads.bench.sweep.grid import read_sweep
 from specheads.bench.sweep.tasks import load_task
-from specheads.decoding.drafters.bigram import load_bigrams, save_bigrams
+from specheads.decoding.drafters.maxgram import load_bigrams, save_bigrams
 from specheads.models.base.loading import load_language_model
 from tests.support import t5_on_disk, trained_t5
 from tests.support.command_line import run

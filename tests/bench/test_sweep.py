@@ -20,7 +20,7 @@ from specheads.bench.sweep.measure import TIMED
 from specheads.bench.sweep.run import Results, common_of, complete, run
 from specheads.bench.sweep.tasks import Question, Task
 from specheads.decoding.drafters import AutoDrafter, Cascade
-from specheads.decoding.drafters.bigram import save_bigrams
+from specheads.decoding.drafters.maxgram import save_bigrams
 from specheads.decoding.generation import recorded
 from specheads.models.costs import cost_key, cost_path
 from specheads.models.spec_model import SpecModel

@@ -9,8 +9,8 @@ from specheads.cli.chat.console import Console
 from specheads.cli.chat.lines import Entry, read_entry, unescaped
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change, numbers_of
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner.named import PLANS, tree_named
+from specheads.decoding.acceptance import RULES
+from specheads.decoding.planner import PLANS, tree_named
 from specheads.models.named import Models
 from tests.support.command_line import run
 

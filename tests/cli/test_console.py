@@ -15,7 +15,7 @@ from specheads.cli.chat import view
 from specheads.cli.chat.comparison import COLUMNS
 from specheads.cli.chat.settings import COMMANDS, Settings
 from specheads.cli.chat.steps import Watched
-from specheads.decoding.text import TextPieces
+from specheads.decoding.drafters.retokenize import TextPieces
 from specheads.decoding.tree import DraftTree
 
 TABLES = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import specheads_cli as cli
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.drafters.named import DRAFTERS
-from specheads.decoding.planner.named import PLANS
+from specheads.decoding.acceptance import RULES
+from specheads.decoding.drafters import DRAFTERS
+from specheads.decoding.planner import PLANS
 from specheads.models.formats import ENGINES
 from specheads_cli import complete, shipped
 from specheads_cli.shipped import find_recipe, recipe_names

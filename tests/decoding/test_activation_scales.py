@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 import specheads
 from specheads import DraftModel, UnsupportedModel, convert, load_head
 from specheads.decoding.generation import decoding
-from specheads.decoding.verify.activation_scales import scaled_by_pass
+from specheads.decoding.generation.warnings import scaled_by_pass
 from tests.reference.slow_heads import KINDS
 from tests.support.tiny_models import near, tiny_llama
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads.decoding.acceptance import Acceptance, Block, Exact, Traversal, Verdict, walk
-from specheads.decoding.acceptance.paths import path_to
+from specheads.decoding.acceptance.rule import path_to
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree

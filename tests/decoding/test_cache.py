@@ -7,7 +7,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 from specheads import Target, UnsupportedModel
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify import cache
-from specheads.decoding.verify.cache import Reach, TreeCache, visible
+from specheads.decoding.verify.cache import TreeCache
+from specheads.decoding.verify.masks import Reach, visible
 from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama
 

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 
 import specheads
 from specheads import DraftModel, NGram, convert
-from specheads.decoding.verify.captures import FLAG, captures_of
+from specheads.decoding.verify.taps import FLAG, captures_of
 from specheads.losses.teacher import tap_base
 from specheads.training.features.extract import _last_tap
 from tests.support.families import FAMILIES, RECURRENT, build

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import specheads
 from specheads import CheckpointError, DraftModel, SpecModel, convert
 from specheads.data.batches import Collator, pack
-from specheads.decoding.generation.context_limits import base_length, logger, longest_text
+from specheads.decoding.generation.warnings import base_length, logger, longest_text
 from tests.support.families import build
 from tests.support.seq2seq_models import tiny_t5
 from tests.support.tiny_models import tiny_llama

@@ -10,7 +10,7 @@ import specheads
 from specheads import DraftModel, DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.divergences import divergence
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import Table, TableDrafter, TableTarget
 from tests.support.prompts import BATCHES, PAD

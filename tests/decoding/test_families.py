@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from specheads import DynamicTree, Target, UnsupportedModel, convert, generate
-from specheads.decoding.verify.arguments import cache_argument
 from specheads.decoding.verify.hf_base import has_state, logits_of
+from specheads.decoding.verify.model_inputs import cache_argument
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from tests.support.families import (

@@ -12,7 +12,7 @@ import specheads
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.tree.draft_logits import DraftLogits
 from specheads.decoding.verify.causal import Target
 from tests.reference.enumeration import (

@@ -23,7 +23,7 @@ from specheads import (
 from specheads.decoding.drafters.assistant import ScheduledChain
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.planner import NoDraft, default_static, limit_depth, tree_named
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from tests.support.families import build
 from tests.support.prompts import BATCHES
 from tests.support.replay_drafter import Replay

@@ -204,7 +204,7 @@ class Forgetful:
         return chain(2)
 
     def propose(self, context, sampler, plan):
-        first = context.once("first", lambda: [history[-1] for history in context.history])
+        first = context.memoize("first", lambda: [history[-1] for history in context.history])
         return DraftTree.chains(context.root, [[token, token][: plan.depth] for token in first])
 
 

@@ -10,8 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import specheads
 from specheads import DraftModel, DynamicTree
 from specheads.decoding.verify import causal
-from specheads.decoding.verify.arguments import cache_argument
 from specheads.decoding.verify.hf_base import has_state
+from specheads.decoding.verify.model_inputs import cache_argument
 from tests.reference.slow_heads import KINDS, spec_model
 from tests.support.auto_costs import table
 from tests.support.families import FAMILIES, LENGTH_DEPENDENT, RECURRENT, VOCAB, build

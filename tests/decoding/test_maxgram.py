@@ -10,7 +10,7 @@ import torch
 
 from specheads import MaxGram
 from specheads.data.corpus import checkpoints_dir
-from specheads.decoding.drafters.bigram import count_bigrams, load_bigrams, save_bigrams
+from specheads.decoding.drafters.maxgram import count_bigrams, load_bigrams, save_bigrams
 from specheads.decoding.generation.generate import generate
 from tests.reference.published_maxgram import published
 from tests.support.drafter_context import context

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specheads.decoding.planner import ChildLogits, SampledTree
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
 from tests.decoding.test_planner import PLANS, TableDraft, paths_of
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from specheads import DraftTree, NGram, NGramStorage, PromptLookup, SampledTree, chain
-from specheads.decoding.acceptance import Exact
-from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.acceptance import RULES, Exact
+from specheads.decoding.drafters import DRAFTERS, as_drafter
 from specheads.decoding.drafters.base import Drafter, with_defaults
-from specheads.decoding.drafters.named import DRAFTERS, as_drafter
-from specheads.decoding.planner import BestFirstTree, default_static
-from specheads.decoding.planner.named import as_plan, tree_named
+from specheads.decoding.planner import BestFirstTree, as_plan, default_static, tree_named
 from specheads.decoding.registry import Registry
 
 

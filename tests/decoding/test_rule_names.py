@@ -3,8 +3,7 @@
 import pytest
 
 from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
-from specheads.decoding.acceptance import NoResidual
-from specheads.decoding.acceptance.named import RULES, rule_named, with_threshold
+from specheads.decoding.acceptance import RULES, NoResidual, rule_named, with_threshold
 
 WRITTEN = {
     "exact": Exact(),

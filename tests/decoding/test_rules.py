@@ -29,7 +29,7 @@ from specheads import (
     convert,
 )
 from specheads.decoding.acceptance import walk
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_probs
 from tests.support.prompts import BATCHES

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from specheads import MaxGram, PromptLookup
-from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, to_text
+from specheads.decoding.drafters.lookup import copy_ids, longest_match, to_text
 from tests.support.drafter_context import context
 from tests.support.random_rows import ends_of, random_row
 

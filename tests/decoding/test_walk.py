@@ -19,7 +19,7 @@ from specheads import (
     chain,
 )
 from specheads.decoding.acceptance import Ensemble, LevelRule, Verdict, walk
-from specheads.decoding.acceptance.paths import path_to
+from specheads.decoding.acceptance.rule import path_to
 from specheads.decoding.probs.sampler import Sampler
 from tests.reference.enumeration import Table, distance, output_probs, probs_of, step_probs
 

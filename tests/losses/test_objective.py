@@ -7,7 +7,7 @@ import torch
 
 from specheads.bench.memory import LiveMemory
 from specheads.data.datasets import Collator
-from specheads.decoding.verify.hf_base import concat_taps, kept_states
+from specheads.decoding.verify.taps import concat_taps, hidden_state_indices
 from specheads.losses import chunked, objective
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights
@@ -227,7 +227,7 @@ def test_the_teacher_is_the_distribution_of_the_base_and_the_taps_are_its_hidden
         features, teacher = tap_base(base, ids, mask, positions, layers)
         out = base(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
-            output_hidden_states=kept_states(layers),
+            output_hidden_states=hidden_state_indices(layers),
         )  # fmt: skip
         seen = mask.bool()
         torch.testing.assert_close(features[seen], concat_taps(out.hidden_states, layers, ids)[seen])

@@ -21,7 +21,7 @@ from transformers import (
 
 import specheads
 from specheads import SpecModel, convert
-from specheads.decoding.generation.context_limits import longest_text
+from specheads.decoding.generation.warnings import longest_text
 from tests.support.tiny_models import tiny_llama, tiny_llava
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")

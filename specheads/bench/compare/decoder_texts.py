@@ -17,7 +17,7 @@ from specheads.bench.compare.decoder_spec import DecoderSpec, OneRow
 from specheads.bench.compare.llama import LlamaCpp, LlamaCppLookup
 from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
 from specheads.bench.runner import Decoder
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance import rule_named
 from specheads.decoding.generation.many import why_unfilled
 from specheads.decoding.planner import as_plan, tree_named
 from specheads.decoding.registry import Registry

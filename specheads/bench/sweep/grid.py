@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.decoding.acceptance.named import RULES, rule_named, threshold_field, with_threshold
-from specheads.decoding.drafters.named import gives_draft_probs
+from specheads.decoding.acceptance import RULES, rule_named, threshold_field, with_threshold
+from specheads.decoding.drafters import gives_draft_probs
 from specheads.decoding.planner import tree_named
 from specheads.options import OptionError, refuse_unknown
 from specheads.training.recipe.recipe import RecipeError, parse_file

@@ -14,10 +14,10 @@ from specheads.bench.sweep.grid import CLOCKS, PLAIN, Setting, Sweep
 from specheads.bench.sweep.kl import Distance, distance
 from specheads.bench.sweep.tasks import Task
 from specheads.data.conversation import Conversation
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance import rule_named
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.generation import prompt_batches
-from specheads.decoding.generation.neutral import NEUTRAL
+from specheads.decoding.generation.hf_options import NEUTRAL
 from specheads.decoding.generation.recorded import Record, review, sum_columns
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.randomness import row_seeds

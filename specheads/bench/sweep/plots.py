@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from specheads.bench.sweep.grid import PLAIN
 from specheads.bench.sweep.measure import Row
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance import rule_named
 from specheads.training.report.line_labels import label_ends
 
 AXES = {

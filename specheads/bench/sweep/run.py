@@ -21,7 +21,7 @@ from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
 from specheads.bench.sweep.tasks import Task, load_task
-from specheads.decoding.generation.neutral import NEUTRAL
+from specheads.decoding.generation.hf_options import NEUTRAL
 from specheads.decoding.generation.recorded import Record, record
 from specheads.models.base.fingerprint import differences, fingerprint_base
 from specheads.terminal import Report

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from specheads.cli.chat.settings import COMMANDS
-from specheads.decoding.acceptance import divergences
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner.named import PLANS
+from specheads.decoding.acceptance import RULES, divergences
+from specheads.decoding.planner import PLANS
 from specheads.decoding.registry import positional
 
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from specheads.cli.chat.interrupt import Interruption
 from specheads.cli.chat.settings import STORAGES, Settings, change
 from specheads.data.conversation import Conversation, Message
-from specheads.decoding.acceptance import Acceptance, Exact
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance import Acceptance, Exact, rule_named
 from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage
 from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate

@@ -11,11 +11,10 @@ from transformers import LogitsProcessorList
 
 from specheads.cli.chat.lines import unescaped
 from specheads.compat import processors
-from specheads.decoding.acceptance.named import RULES, rule_named
-from specheads.decoding.drafters.named import DRAFTERS
+from specheads.decoding.acceptance import RULES, rule_named
+from specheads.decoding.drafters import DRAFTERS
 from specheads.decoding.drafters.ngram import NGramStorage, OneLevelNGramStorage
-from specheads.decoding.planner import tree_named
-from specheads.decoding.planner.named import PLANS
+from specheads.decoding.planner import PLANS, tree_named
 from specheads.options import refuse_unknown
 from specheads.terminal import utf8_text
 

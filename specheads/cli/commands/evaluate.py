@@ -12,8 +12,7 @@ from specheads.bench.decoders import REFERENCE
 from specheads.bench.queues import batch_by_batch
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.conversation import Conversation
-from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.acceptance import RULES, Acceptance
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation import prompt_batches
 from specheads.models.named import Models

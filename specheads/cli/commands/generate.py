@@ -13,7 +13,7 @@ from specheads import terminal
 from specheads.cli import token_stream
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.chat_template import template_of
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance import rule_named
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.models.named import Models

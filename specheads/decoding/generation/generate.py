@@ -32,22 +32,16 @@ from specheads.decoding.generation.hf_options import (
 )
 from specheads.decoding.generation.kept_text import keep_text, kept_prefix, take_cache
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
-from specheads.decoding.generation.prompt_batches import (
-    left_order,
-    pack_left,
-    unpadded_rows,
-    warn_of_holes,
-    warn_of_right_padding,
-)
+from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows
 from specheads.decoding.generation.stopping import Stopping, cut_row, gives_scores
+from specheads.decoding.generation.warnings import warn_of_holes, warn_of_right_padding
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.verify.arguments import CACHE_NAMES
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.hf_base import unwrapped
-from specheads.decoding.verify.model_inputs import ModelInputs, model_inputs
+from specheads.decoding.verify.model_inputs import CACHE_NAMES, ModelInputs, model_inputs
 from specheads.decoding.verify.seq2seq import Source
 
 logger = hf_logging.get_logger(__name__)
@@ -141,13 +135,13 @@ def generate(
 
     if streamer is not None:
         kwargs["streamer"] = streamer
-    return through_front_door(
+    return call_hf_generate(
         base, run, inputs, front=front, generation_config=generation_config, stopping_criteria=stopping_criteria,
         tokenizer=tokenizer, stop_strings=stop_strings, **kwargs,
     )  # fmt: skip
 
 
-def through_front_door(
+def call_hf_generate(
     base: PreTrainedModel,
     run: Callable[..., Any],
     inputs: Tensor | None,

@@ -19,10 +19,9 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     PreTrainedModel,
 )
-from transformers.utils import output_capturing
 
-from specheads.decoding.verify.arguments import CACHE_NAMES, forward_arguments, input_device
-from specheads.decoding.verify.cache import Reach
+from specheads.decoding.verify.masks import Reach
+from specheads.decoding.verify.model_inputs import CACHE_NAMES, forward_arguments, input_device
 from specheads.decoding.verify.recurrent_modules import UnsupportedState, probe_lock, recurrent_modules
 from specheads.options import shown
 
@@ -242,29 +241,6 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
                 )
             _takes_dict[base] = taken
         return _takes_dict[base]
-
-
-def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
-    """The output_hidden_states argument with which a base returns hidden_states[k] for every tapped layer k."""
-    if not layers:
-        return False  # with an empty list transformers would install its hooks
-    # Since transformers 5.23 a list names the entries to keep. Before that its indices counted from the first layer's
-    # output, not from the embeddings: the wrong layers, without an error.
-    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else True
-
-
-def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:
-    """The tapped hidden_states concatenated, (B, T, F); F = 0 without layers. like (B, T): the ids."""
-    if not layers:
-        return torch.empty(*like.shape, 0, device=like.device)
-    assert hidden_states is not None
-    if max(layers) >= len(hidden_states):
-        raise UnsupportedModel(
-            f"layer {max(layers)} cannot be tapped: the base gives hidden_states 0 to {len(hidden_states) - 1}"
-        )
-    taps = [hidden_states[k] for k in layers]
-    assert all(tap is not None for tap in taps)
-    return torch.cat([tap.to(like.device) for tap in taps], dim=-1)  # type: ignore[union-attr]
 
 
 def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.decoding.verify.cache import TreeCache, gather_nodes
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import decoder_of
+from specheads.decoding.verify.masks import gather_nodes
 from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.layers.rope import rotate
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan
-from specheads.decoding.verify.cache import TreeCache, additive
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import first_layer
+from specheads.decoding.verify.masks import additive
 from specheads.heads.base import HeadConfig
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.rope import RotaryTable, check_rope, inherited_rope, refuse_overflow

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import decoder_of
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.losses.teacher import Teacher, tap_base
 

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from specheads.data.repeats import EvenCollator, mask_repeats
-from specheads.decoding.generation.context_limits import longest_text
+from specheads.decoding.generation.warnings import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter

@@ -101,10 +101,10 @@ def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log,
     assert drafts() == drafts(draft=AutoDrafter(model.head, FREE)) != default
 
 
-@pytest.mark.parametrize("asked", [{}, {"tree": chain(2)}, {"accept": "typical"}])
-def test_a_missing_file_of_costs_is_an_error_whatever_else_is_asked_for(heads, asked):
-    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
-        heads["medusa"].generate(**PROMPTS, draft="auto:absent.json", max_new_tokens=3, **asked)
+def test_a_missing_file_of_costs_is_an_error_whatever_else_is_asked_for(heads):
+    for asked in [{}, {"tree": chain(2)}, {"accept": "typical"}]:
+        with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+            heads["medusa"].generate(**PROMPTS, draft="auto:absent.json", max_new_tokens=3, **asked)
 
 
 def test_an_encoder_decoder_drafts_copies():
@@ -126,7 +126,7 @@ def test_a_head_that_pays_in_long_texts_alone_reads_no_short_ones(heads, monkeyp
         return Curve(((1, plain), (64, plain + 189.0)))  # three milliseconds a node
 
     flat, read = Curve(((1, 0.0),)), []
-    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 3.0),)), level=flat)
+    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 7.0),)), level=flat)
     add = PendingFeatures.add
     monkeypatch.setattr(PendingFeatures, "add", lambda *given: [read.append(given), add(*given)])
     for count in (20, 80):  # after seven of the prompt
@@ -224,7 +224,7 @@ def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatc
     shared = [value for value in values if len(value[1]) == 2]
     for _, remaining, pace in shared:
         assert pace == pytest.approx([pace_after(texts[i], 60 - n) for i, n in zip((0, 3), remaining, strict=True)])
-    assert len(shared) > 2 and shared[0][2][0] > 1
+    assert len(shared) > 2 and max(max(pace) for _, _, pace in shared) > 1
 
 
 def pace_after(text, tokens):
@@ -243,16 +243,13 @@ def test_a_drafter_that_must_see_every_step_is_refused():
         AutoDrafter(specheads.NGram())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
+def test_what_is_no_head_is_refused_in_the_place_of_one():
+    for wrong, error, message in [
         (PromptLookup(), ValueError, r"by their probabilities, and PromptLookup has none; leave it out"),
         (AutoDrafter(), ValueError, r"by their probabilities, and AutoDrafter has none; leave it out"),
         (PromptLookup, TypeError, r"head=PromptLookup is the class of a drafter; give one of its objects"),
         ("lookup", TypeError, "head=str cannot propose trees"),
         (torch.nn.Linear(1, 1), TypeError, r"head=Linear cannot .*, give DraftModel\(it\)$"),
-    ],
-)
-def test_what_is_no_head_is_refused_in_the_place_of_one(wrong, error, message):
-    with pytest.raises(error, match=message):
-        AutoDrafter(wrong)
+    ]:
+        with pytest.raises(error, match=message):
+            AutoDrafter(wrong)

@@ -69,8 +69,8 @@ class TreeLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if (slots := window.write_slots) is not None:
             slots = slots.to(key_states.device)
-            write_slots(self.keys, slots, key_states)
-            write_slots(self.values, slots, value_states)
+            torch.ops.specheads.write_slots(self.keys, slots, key_states)
+            torch.ops.specheads.write_slots(self.values, slots, value_states)
         else:
             start, stop = window.first, window.first + key_states.shape[2]
             self.keys[:, :, start:stop] = key_states
@@ -100,10 +100,12 @@ _library = torch.library.Library("specheads", "FRAGMENT")
 
 
 def _move_rows(matrix: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy rows source (n,) of matrix (M, d) to rows destination (n,); all are read before any is written."""
     matrix.index_copy_(0, destination, matrix.index_select(0, source))
 
 
 def _write_slots(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new (B, heads, P, d) to slots (B or 1, 1, P, 1) of buffer (B, heads, all slots, d)."""
     buffer.scatter_(2, slots.expand_as(new), new)
 
 
@@ -114,16 +116,6 @@ for _name, _arguments, _function in (
     _library.define(f"{_name}({_arguments}) -> ()")
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specheads::{_name}", lambda *inputs: None)
-
-
-def move_rows(matrix: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Copy rows source (n,) of matrix (M, d) to rows destination (n,); all are read before any is written."""
-    torch.ops.specheads.move_rows(matrix, source, destination)
-
-
-def write_slots(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write new (B, heads, P, d) to slots (B or 1, 1, P, 1) of buffer (B, heads, all slots, d)."""
-    torch.ops.specheads.write_slots(buffer, slots, new)
 
 
 BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
@@ -300,7 +292,7 @@ class TreeCache(Cache):
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
             # As rows of one matrix: on a CPU indexing two dimensions of the stack takes more than twice the time.
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
-            move_rows(stack.view(-1, stack.shape[-1]), source, destination)
+            torch.ops.specheads.move_rows(stack.view(-1, stack.shape[-1]), source, destination)
         self.lengths = self.lengths + length
         if self.recurrent is not None:
             self.recurrent.commit(path, length)

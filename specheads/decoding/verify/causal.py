@@ -39,6 +39,7 @@ from specheads.decoding.verify.model_inputs import (
     Prefix,
     cache_argument,
     forward_arguments,
+    generated_types,
     input_device,
     similar_lengths,
 )
@@ -287,7 +288,8 @@ class Target(Verifier):
         """One forward over generated ids (B, N); position (B, N): how many tokens precede each in its row."""
         if self.offset is not None:
             position = position + self.offset
-        arguments = self.inputs.generated_arguments(self.prompt_lengths, ids.shape[1])
+        types = self.inputs.token_types
+        arguments = {} if types is None else generated_types(types, self.prompt_lengths, ids.shape[1])
         with grouped_heads(self.base):
             return self._forward(ids, position, mask, **arguments)
 

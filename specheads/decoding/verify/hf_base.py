@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,9 +44,13 @@ def text_config(base: PreTrainedModel) -> Any:
 def layer_count(config: Any) -> int:
     """How many hidden_states the decoder returns after the embeddings. LongCat-Flash's num_hidden_layers counts both
     halves of each layer, as its cache does; its num_layers counts the layers."""
-    # A config keeps any key of its file, so only a key that its class declares counts.
-    declared = "num_layers" in inspect.signature(type(config)).parameters
-    return config.num_layers if declared else config.num_hidden_layers
+    return config.num_layers if "num_layers" in declared_keys(type(config)) else config.num_hidden_layers
+
+
+@cache
+def declared_keys(config: type) -> frozenset[str]:
+    """The keys that a class of configs declares. A config keeps any key of its file, so only these count."""
+    return frozenset(inspect.signature(config).parameters)
 
 
 def first_layer(config: Any) -> Any:
@@ -114,8 +119,8 @@ def decoder_of(base: Any) -> Any:
 def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, from the config; {'': …} if all layers share one mask."""
     types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
-    # A config keeps any key of its file: a window counts only if its class declares it, or if there are such layers.
-    has_window = "sliding_window" in inspect.signature(type(config)).parameters or "sliding_attention" in types
+    # A window counts only if the config's class declares it, or if there are such layers.
+    has_window = "sliding_window" in declared_keys(type(config)) or "sliding_attention" in types
     window = None
     if has_window and getattr(config, "use_sliding_window", True):
         window = getattr(config, "sliding_window", None)

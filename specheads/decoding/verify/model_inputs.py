@@ -119,12 +119,10 @@ class ModelInputs:
         last = (lengths - 1).view(-1, 1)
         return self.positions.gather(-1, last.expand(*self.positions.shape[:-1], 1)) - last
 
-    def generated_arguments(self, lengths: Tensor, columns: int) -> dict[str, Tensor]:
-        """Arguments of forward() for a pass over (B, columns) generated tokens."""
-        if self.token_types is None:
-            return {}
-        last = self.token_types.gather(1, (lengths - 1).unsqueeze(1))
-        return {"token_type_ids": last.expand(-1, columns)}
+
+def generated_types(types: Tensor, lengths: Tensor, columns: int) -> dict[str, Tensor]:
+    """Arguments of forward() for a pass over (B, columns) generated tokens: they have the type of the prompt's last."""
+    return {"token_type_ids": types.gather(1, (lengths - 1).unsqueeze(1)).expand(-1, columns)}
 
 
 def model_inputs(

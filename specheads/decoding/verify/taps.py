@@ -96,18 +96,17 @@ def run_tapped(
     """A pass of `part`, the base or its decoder, in `last_output_kept` → its output and the taps (B, T, F). ids (B, T):
     the tokens of the pass. UnsupportedModel for a tap that the base does not give."""
     last = last_output(text_config(base))
+    if last not in layers:
+        out = part(output_hidden_states=hidden_state_indices(layers), **arguments)
+        return out, concat_taps(out.hidden_states, layers, ids)
     states = tuple(k for k in layers if k != last)
-    waits = states != layers
     outputs = _traced if torch.compiler.is_compiling() else _waiting.outputs
-    if waits:
-        outputs.append(None)
+    outputs.append(None)
     try:
         out = part(output_hidden_states=hidden_state_indices(states), **arguments)
     finally:
-        kept = outputs.pop() if waits else None
+        kept = outputs.pop()
     features = concat_taps(out.hidden_states, states, ids)
-    if not waits:
-        return out, features
     if kept is None or kept.dim() != 3 or kept.shape[:2] != ids.shape:
         raise UnsupportedModel(f"{type(base).__name__}: tap {last}, its last layer's output, is not a state a token")
     found = dict(zip(states, features.chunk(max(1, len(states)), -1), strict=False)) | {last: kept.to(ids.device)}
@@ -283,6 +282,4 @@ def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[i
         raise UnsupportedModel(
             f"layer {max(layers)} cannot be tapped: the base gives hidden_states 0 to {len(hidden_states) - 1}"
         )
-    taps = [hidden_states[k] for k in layers]
-    assert all(tap is not None for tap in taps)
-    return torch.cat([tap.to(like.device) for tap in taps], dim=-1)  # type: ignore[union-attr]
+    return torch.cat([hidden_states[k].to(like.device) for k in layers], dim=-1)  # type: ignore[union-attr]

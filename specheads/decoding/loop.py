@@ -364,7 +364,7 @@ def scores_of(verdict: Verdict, gain: _Gain) -> TokenScores:
 
 def divergences_of(
     tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]
-) -> dict[str, list[list[Any]]]:
+) -> dict[str, Any]:
     """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
     nans = torch.full(tree.tokens.shape, torch.nan)
     by_slot = nans if verdict.divergences is None else verdict.divergences

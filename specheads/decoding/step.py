@@ -26,7 +26,7 @@ from specheads.decoding.verify.verifier import TargetOutput, Verifier
 class Rows(NamedTuple):
     """What a step reads of the batch's rows.
 
-    root (B,); active (B,) bool: those that take part; numbers (B, P): as in `TargetProbs`. count (B,): each row's new
+    root (B,); active (B,) bool: those that take part; numbers (B, P): as in `TargetProbs`. counts (B,): each row's new
     tokens so far, on which the random numbers of a draft and of a rule depend; limits (B,): the most new tokens, past
     which drafts are not judged. None in a graph where drafts influence only how fast the text comes.
     """
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     root: Tensor
     active: Tensor
     numbers: Tensor | None
-    count: Tensor | None = None
+    counts: Tensor | None = None
     limits: Tensor | None = None
 
 
@@ -65,11 +65,11 @@ def whole_step(
     if drafter is None or plan is None:
         tree = DraftTree.root_only(context.root)
     else:
-        if rows.count is not None and sampler.do_sample:
-            sampler.begin(DRAFT, rows.count)
+        if rows.counts is not None and sampler.do_sample:
+            sampler.begin(DRAFT, rows.counts)
         tree = drafter.propose(context, sampler, plan)
-    if rows.count is not None and rows.limits is not None:
-        tree = tree.within(rows.limits - rows.count - 1)
+    if rows.counts is not None and rows.limits is not None:
+        tree = tree.within(rows.limits - rows.counts - 1)
     return step_after_draft(target, accept, sampler, tree, rows, num_top)
 
 
@@ -81,8 +81,8 @@ def step_after_draft(
     out = target.verify(tree) if host is None else host.verify(tree)
     if host is not None and host.end_part is not None:
         host.end_part("verify")
-    if rows.count is not None and (sampler.do_sample or host is not None):  # a rule may be random at temperature 0
-        sampler.begin(ACCEPT, rows.count)
+    if rows.counts is not None and (sampler.do_sample or host is not None):  # a rule may be random at temperature 0
+        sampler.begin(ACCEPT, rows.counts)
     if host is None:
         verdict = freeze_inactive(walk(tree, out.logits, accept, sampler, numbers=rows.numbers), rows)
     else:

@@ -258,7 +258,7 @@ MUTATIONS = (
     M("graph of another rule", "decoding.compiled.step_compiler:StepCompiler.judging",
       "constants_of(self.accept), ", "", GRAPHS, "thresholds and typical"),
     M("drafts past the limit judged in a graph", "decoding.step:whole_step",
-      "rows.limits - rows.count - 1", "limits", COMPILED, "past_the_limit"),
+      "rows.limits - rows.counts - 1", "limits", COMPILED, "past_the_limit"),
     M("unused slot that takes from its parent", "decoding.acceptance.traversal:Traversal.judge",
       "q * drafted[child]", "q", TREE, "judged_as"),
     M("last position of a prompt read twice", "decoding.refill:split_prompt",

@@ -142,7 +142,7 @@ class StepCompiler:
         inputs = rows(depth)._replace(root=context.root, limits=limits)
         return self._run(
             whole_step, key, self.target, self.accept, self.sampler, drafter, plan, context,
-            inputs._replace(count=None, limits=None) if self.by_target else inputs, self.num_top, module=module,
+            inputs._replace(counts=None, limits=None) if self.by_target else inputs, self.num_top, module=module,
         )  # fmt: skip
 
     def step_after_draft(self, tree: DraftTree, rows: Callable[[int], Rows]) -> Advance | None:
@@ -164,7 +164,7 @@ class StepCompiler:
         inputs = rows(tree.max_depth)
         return self._run(
             step_after_draft, key, self.target, self.accept, self.sampler, tree,
-            inputs._replace(count=None) if by_target else inputs, self.num_top,
+            inputs._replace(counts=None) if by_target else inputs, self.num_top,
         )  # fmt: skip
 
     def grows(self, plan: Plan | None) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,13 +43,18 @@ def text_config(base: PreTrainedModel) -> Any:
 def layer_count(config: Any) -> int:
     """How many hidden_states the decoder returns after the embeddings. LongCat-Flash's num_hidden_layers counts both
     halves of each layer, as its cache does; its num_layers counts the layers."""
-    return config.num_layers if "num_layers" in declared_keys(type(config)) else config.num_hidden_layers
+    return config.num_layers if "num_layers" in declared_keys(config) else config.num_hidden_layers
 
 
-@cache
-def declared_keys(config: type) -> frozenset[str]:
-    """The keys that a class of configs declares. A config keeps any key of its file, so only these count."""
-    return frozenset(inspect.signature(config).parameters)
+_declared: dict[type, frozenset[str]] = {}
+
+
+def declared_keys(config: Any) -> frozenset[str]:
+    """The keys that a config's class declares. A config keeps any key of its file, so only these count."""
+    kind = type(config)
+    if kind not in _declared:
+        _declared[kind] = frozenset(inspect.signature(kind).parameters)
+    return _declared[kind]
 
 
 def first_layer(config: Any) -> Any:
@@ -120,7 +124,7 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, from the config; {'': …} if all layers share one mask."""
     types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
     # A window counts only if the config's class declares it, or if there are such layers.
-    has_window = "sliding_window" in declared_keys(type(config)) or "sliding_attention" in types
+    has_window = "sliding_window" in declared_keys(config) or "sliding_attention" in types
     window = None
     if has_window and getattr(config, "use_sliding_window", True):
         window = getattr(config, "sliding_window", None)

@@ -150,18 +150,14 @@ def test_families_whose_positions_depend_on_the_length_match_greedy():
 
 @torch.no_grad()
 @pytest.mark.sampled(5)
-def test_logits_of_is_right_for_every_family(family):
-    base, inputs, _, _ = family
-    out = base(**inputs, output_hidden_states=True)
-    torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.sampled(5)
-def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
-    base = family[0]
+@pytest.mark.parametrize("name", ALL)
+def test_the_layers_the_final_norm_and_the_logits_of_every_family_are_found(name):
+    base = build(*ALL[name])
     layers = decoder_layers(base)
     assert layers is not None and len(layers) == text_layers(base)
     assert final_norm(base) is not None
+    out = base(**ragged_prompts(), output_hidden_states=True)
+    torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_start_from_the_language_layers_of_a_model_with_a_vision_tower():

@@ -121,7 +121,7 @@ class Context:
             following=advance.following,
             new=advance.length,
             last=advance.last,
-            bound=max(len(row) for row in self.history) - 1,
+            bound=max(map(len, self.history)) - 1,
             top=advance.top,
             ranks=ranks,
         )

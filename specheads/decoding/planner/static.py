@@ -159,16 +159,14 @@ class StaticTree:
                     f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
                     f"{children.logits.shape[-1]}"
                 )
-            candidates.append(children.top_ids(level.width))
-            tokens, parents = select_columns(candidates[-1], inner), above
-        return DraftTree(
-            select_columns(torch.cat(candidates, 1), chosen), topology.parents, self.depth, topology=topology
-        )
-
-
-def select_columns(candidates: Tensor, chosen: Tensor) -> Tensor:
-    """(B, C), (c,) ascending → (B, c) the chosen columns. Choosing all, as in a chain, needs no copy."""
-    return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
+            tokens, parents = children.top_ids(level.width), above
+            candidates.append(tokens)
+            if len(inner) < tokens.shape[1]:  # choosing all, as in a chain, needs no copy
+                tokens = tokens.index_select(1, inner)
+        nodes = torch.cat(candidates, 1)
+        if len(chosen) < nodes.shape[1]:
+            nodes = nodes.index_select(1, chosen)
+        return DraftTree(nodes, topology.parents, self.depth, topology=topology)
 
 
 def chain(depth: int) -> StaticTree:

@@ -46,7 +46,7 @@ from specheads.decoding.verify.model_inputs import (
 from specheads.decoding.verify.recurrent import RecurrentModule
 from specheads.decoding.verify.recurrent_modules import recurrent_modules
 from specheads.decoding.verify.rope_switch import rope_switch
-from specheads.decoding.verify.taps import captures_of, last_output_kept, run_tapped
+from specheads.decoding.verify.taps import captures_of, last_output, last_output_kept, run_tapped
 from specheads.decoding.verify.taps import lock as captures_lock
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
@@ -86,6 +86,7 @@ class Target(Verifier):
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
         self.captures = captures_of(base) if layers else None
+        self.reads_last_output = last_output(self.config) in layers
         self.offset: Tensor | None = None
         self._patched = False  # inside `patched_forward`?
         self._last_position: Tensor  # (B, 1), on the device so that a compiled step serves every limit
@@ -349,7 +350,8 @@ class Target(Verifier):
     def _tapped(self) -> Iterator[None]:
         """In the block, the base has the hooks by which its tapped layers are read."""
         captured = nullcontext() if self.captures is None else self.captures.installed()
-        with captured, last_output_kept(self.base, self.layers):
+        last = last_output_kept(self.base, self.layers) if self.reads_last_output else nullcontext()
+        with captured, last:
             yield
 
     def _forward(

@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
 import specheads
 from specheads import DraftModel, UnsupportedModel, convert, load_head
-from specheads.decoding.generation import decoding
+from specheads.decoding.generation import warnings as generation_warnings
 from specheads.decoding.generation.warnings import scaled_by_pass
 from tests.reference.slow_heads import KINDS
 from tests.support.tiny_models import near, tiny_llama
@@ -91,7 +91,7 @@ def test_heads_learn_from_layers_in_int8_but_need_the_values_of_the_output_matri
 
 def test_one_warning_says_why(base, monkeypatch):
     said = []
-    monkeypatch.setattr(decoding.logger, "warning_once", said.append)
+    monkeypatch.setattr(generation_warnings.logger, "warning_once", said.append)
     specheads.generate(in_int8(base), IDS, draft="lookup", **GREEDY)
     specheads.generate(in_int8(base), IDS, draft=False, **GREEDY)
     specheads.generate(base, IDS, draft="lookup", **GREEDY)

@@ -153,7 +153,7 @@ def test_a_file_that_makes_no_sense_of_it_is_refused(value, named, tmp_path):
     (False, torch.bfloat16, False, 0),
 ])  # fmt: skip
 def test_drafts_for_a_base_in_bfloat16_where_that_is_slow(is_fast, dtype, draft, times, hf_log, monkeypatch):
-    monkeypatch.setattr("specheads.decoding.generation.decoding.bfloat16_is_fast", lambda device: is_fast)
+    monkeypatch.setattr("specheads.decoding.generation.warnings.bfloat16_is_fast", lambda device: is_fast)
     base = tiny_llama().to(dtype)
     for _ in range(2):
         specheads.generate(base, ids(4), draft=draft, max_new_tokens=3, do_sample=False)

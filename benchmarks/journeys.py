@@ -34,7 +34,7 @@ from specheads.bench.prompts import held_out_prompts
 from specheads.decoding.loop import part_timer
 
 ROOT = Path(specheads.__file__).resolve().parents[1]
-PACKAGES = [folder for folder in (ROOT / "specheads", ROOT / "specheads_cli") if folder.is_dir()]
+PACKAGES = [ROOT / "specheads"]
 WHEEL = [*PACKAGES, ROOT / "train"]
 TEXT: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}  # whose steps are counted
 
@@ -153,10 +153,7 @@ def count_parameters() -> int:
     """Options and arguments of all commands, without --help."""
     import typer
 
-    if (ROOT / "specheads_cli").is_dir():
-        from specheads_cli.app import app
-    else:
-        from specheads.cli.app import app  # type: ignore[import-not-found,no-redef]
+    from specheads.cli.program import app
 
     pending, total = [typer.main.get_command(app)], 0
     while pending:

@@ -43,7 +43,7 @@ from transformers.utils import logging as hf_logging
 from specheads.bench import environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
 from specheads.data import corpus
-from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
+from specheads.decoding.drafters.maxgram import count_bigrams, save_bigrams
 from specheads.models.convert import load_head
 from specheads.models.formats import FORMATS
 from specheads.models.formats.export.exporting import head_tensors

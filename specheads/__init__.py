@@ -24,7 +24,7 @@ __all__ = [
     "ParallelConfig", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
     "SpecSeq2SeqOutput",
     "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical",
-    "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
+    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
     "generate_many", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip
 

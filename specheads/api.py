@@ -19,7 +19,6 @@ from specheads.decoding.acceptance import (
     TopN,
     Traversal,
     Typical,
-    Unadjusted,
     fuzzy_from,
 )
 from specheads.decoding.drafters import (

@@ -29,15 +29,16 @@ from specheads.training.report import curves
 from tests.support.tiny_models import tiny_llama
 
 
-def pytest_collection_modifyitems(items):
-    """Of a grid marked sampled(n), all but every n-th case are slow."""
-    seen = {}
-    for item in items:
-        if (marker := item.get_closest_marker("sampled")) is not None:
-            name = item.nodeid.partition("[")[0]
-            seen[name] = number = seen.get(name, -1) + 1
-            if number % marker.args[0]:
-                item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(hookwrapper=True)
+def pytest_generate_tests(metafunc):
+    """Of a grid marked sampled(n), `-m "not slow"` makes every n-th case alone: making all to leave most out again took
+    each process longer than many a file's tests."""
+    yield
+    if metafunc.config.option.markexpr == "not slow":
+        if (sampled := metafunc.definition.get_closest_marker("sampled")) is not None:
+            metafunc._calls[:] = metafunc._calls[:: sampled.args[0]]
+        if metafunc.definition.get_closest_marker("slow") is not None:
+            del metafunc._calls[1:]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -54,7 +54,7 @@ def token_rows(options: Options, tokenizer: Any) -> Iterator[list[int]]:
 def count(options: Options) -> None:
     from transformers import AutoConfig
 
-    from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
+    from specheads.decoding.drafters.maxgram import count_bigrams, save_bigrams
     from specheads.hub import hub_options
     from specheads.models.base.loading import load_tokenizer
 

@@ -27,7 +27,7 @@ from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2Se
 from specheads.decoding.generation.prompt_batches import new_tokens
 from specheads.decoding.loop import part_timer
 from specheads.decoding.planner import Plan
-from specheads.decoding.verify.arguments import cache_argument
+from specheads.decoding.verify.model_inputs import cache_argument
 from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from specheads.decoding.planner.by_cost.device import cpu_name
+from specheads.decoding.planner.by_cost.cost_file import cpu_name
 from specheads.version import __version__
 
 

@@ -15,7 +15,7 @@ from specheads.decoding.drafters import PromptLookup
 from specheads.decoding.generation.recorded import Record, review
 from specheads.decoding.planner import StaticTree, chain
 from specheads.decoding.planner.by_cost import StepCosts
-from specheads.decoding.planner.by_cost.shapes import CHAINS, TREES, Shape
+from specheads.decoding.planner.by_cost.candidates import CHAINS
 from specheads.losses.metrics import depths_reached
 from specheads.losses.targets import ENDED
 from specheads.models.calibration import calibrate_tree, measure_ranks
@@ -23,6 +23,7 @@ from specheads.models.spec_model import SpecModel
 
 RANKS = 5  # ranks counted at each depth
 COPIES = (3, 5, 10, 15)
+TREES = (4, 8, 16, 32, 64)  # nodes, root included
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def mean_length(record: Record) -> int:
 
 
 def _candidate(name: str, tree: StaticTree, texts: Sequence[Tensor], costs: StepCosts, length: int) -> Candidate:
-    shape, batch = Shape(tree), costs.batch
-    ms = costs.step(batch, shape.nodes, length) + costs.draft(batch, shape.levels, shape.depth + 1)
-    text = f"chain:{shape.depth}" if shape.is_chain else f"calibrated, {shape.depth} deep"
-    return Candidate(name, text, shape.nodes, length_by_steps(tree, texts), ms, batch)
+    nodes, depth, batch = tree.num_nodes, tree.depth, costs.batch
+    ms = costs.step(batch, nodes, length) + costs.draft(batch, tree.inner_nodes, depth + 1)
+    text = f"chain:{depth}" if nodes == depth + 1 else f"calibrated, {depth} deep"
+    return Candidate(name, text, nodes, length_by_steps(tree, texts), ms, batch)

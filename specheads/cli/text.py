@@ -10,8 +10,8 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from specheads import terminal
+from specheads.decoding.drafters.retokenize import TextPieces
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
-from specheads.decoding.text import TextPieces
 
 # Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "yellow", "red", "bright_red")

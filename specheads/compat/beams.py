@@ -14,8 +14,7 @@ from specheads.compat.debug import BeamPrinter, Printer
 from specheads.compat.plain import checked_id, checked_ids, checked_model, on_device, room_for
 from specheads.compat.processors import whole
 from specheads.compat.romsto import EndTokens, end_tokens
-from specheads.decoding.generation.hf_options import check_prompts
-from specheads.decoding.generation.neutral import NEUTRAL
+from specheads.decoding.generation.hf_options import NEUTRAL, check_prompts
 from specheads.options import require_number
 
 

@@ -11,9 +11,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.compat.processors import whole
 from specheads.decoding.generation.generate import generate
-from specheads.decoding.generation.neutral import NEUTRAL
-from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.generation.hf_options import NEUTRAL
 from specheads.decoding.verify.hf_base import text_config, unwrapped
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.options import shown
 
 

@@ -9,24 +9,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance import Acceptance, Verdict, walk
+from specheads.decoding.acceptance import Acceptance, Verdict
 from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, StepCompiler
 from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
-from specheads.decoding.planner.plan import LimitRows
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import LimitRows, RecordDraftLogits
 from specheads.decoding.probs.processors import ProcessorWatch
-from specheads.decoding.probs.randomness import ACCEPT, DRAFT
+from specheads.decoding.probs.randomness import DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, limit_rows, schedule_step
-from specheads.decoding.step import commit, hold_inactive, top_tokens
-from specheads.decoding.step_divergences import StepDivergences, divergences_of
+from specheads.decoding.step import HostPart, Rows, step_after_draft, top_tokens
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.model_inputs import ModelInputs
 from specheads.decoding.verify.verifier import Verifier
@@ -105,7 +104,7 @@ def decode(
         if refill is not None and finished and (new := refill(finished)) is not None:
             yield loop.refill(new)
         elif len(finished) < len(loop.running):
-            yield loop.step(others_wait=refill is not None and not finished)
+            yield loop.step(queue_pending=refill is not None and not finished)
         else:
             return
 
@@ -116,8 +115,9 @@ class _Loop:
 
     limits, row_limits (B,): the most new tokens of each row, on the host and on the device. running: the rows that have
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
-    tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: notices logits
-    processors that cannot judge drafts, None if nothing is drafted.
+    tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: until it is known if a
+    logits processor cannot judge drafts; meanwhile nothing is drafted. num_top: how many of the target's likeliest
+    tokens the drafter wants.
 
     Inference mode spares each operation its autograd bookkeeping, a tenth of a step on a CPU. It is entered by each
     step: around a generator, torch's wrapper would run when a stream that was left early is freed, at exit after torch.
@@ -145,12 +145,14 @@ class _Loop:
     count: Tensor = field(init=False)
     end_ids: Tensor | None = field(init=False)
     watch: ProcessorWatch | None = field(init=False)
+    num_top: int = field(init=False)
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs | None) -> Step:
         """Step 0: read the prompts and draw the first token of each row."""
         began = time.perf_counter()
         sampler, batch = self.sampler, ids.shape[0]
+        self.num_top = 0 if self.drafter is None else self.drafter.wants_target_top
         out = self.target.prefill(ids, lengths, room=self.room, inputs=inputs)
         logits = out.logits[:, 0]
         sampler.finite = sampler.finite.to(logits.device)
@@ -166,7 +168,9 @@ class _Loop:
         self.count, self.row_limits = torch.ones_like(root), root.new_tensor(self.limits)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
             self.plan = RecordDraftLogits(self.plan)
-        self.watch = ProcessorWatch(sampler.processors, sampler.rows_together and batch > 1) if self.plan else None
+        self.watch = (
+            ProcessorWatch.start(sampler.processors, sampler.rows_together and batch > 1) if self.plan else None
+        )
         self.end_ids = None
         if sampler.needs_prefix:
             self.end_ids = torch.tensor(sorted(self.eos), dtype=ids.dtype, device=root.device)
@@ -180,7 +184,7 @@ class _Loop:
         kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
         tokens = self.apply_stop([[row[-1]] for row in self.context.history], kept_scores)
         nothing: list[list[int]] = [[] for _ in range(batch)]
-        (part_timer.get() or no_timer)("prefill")
+        end_prefill()
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
     @torch.inference_mode()
@@ -214,44 +218,53 @@ class _Loop:
             kept_scores = [[] if other else [(logits[b], scores[b])] for b, other in enumerate(others)]
         gained = [[] if other else [self.context.history[b][-1]] for b, other in enumerate(others)]
         tokens = self.apply_stop(gained, kept_scores)
-        (part_timer.get() or no_timer)("prefill")
+        end_prefill()
         return Step(
             tokens, [0] * batch, [[] for _ in others], [0] * batch, time.perf_counter() - began, kept_scores
         )  # fmt: skip
 
     @torch.inference_mode()
-    def step(self, *, others_wait: bool) -> Step:
-        """One step of all running rows. others_wait: may a new prompt replace the next row that finishes?"""
-        began, end_part = time.perf_counter(), part_timer.get() or no_timer
+    def step(self, *, queue_pending: bool) -> Step:
+        """One step of all running rows. queue_pending: may a new prompt replace the next row that finishes?"""
+        began, end_part = time.perf_counter(), part_timer.get()
         schedule = schedule_step(self.target, self.plan, self.running, self.context.history, self.prompts, self.limits)
-        self.context = replace(self.context, remaining=schedule.remaining, others_wait=others_wait)
+        self.context = replace(self.context, remaining=schedule.remaining, queue_pending=queue_pending)
         self.context.prepare()
         if schedule.active != self.active_rows:  # copied only when a row ends: the host waits for each copy
             self.active_rows = schedule.active
             self.active = torch.tensor(schedule.active, device=self.context.root.device)
-        active = self.active
-        self.target.active = None if all(schedule.active) else active
-        tree = verdict = advance = None
-        end_part("other")
+        self.target.active = None if all(schedule.active) else self.active
+        if end_part:
+            end_part("other")
+        advance = host = None
         if self.compiler is not None:
             shortened = schedule.plan is not self.plan
-            advance = self.compiler.whole_step(
-                self.context, self.numbers, active, self.count, self.row_limits, shortened
-            )
-            end_part("step")
+            advance = self.compiler.whole_step(self.context, self.rows, self.row_limits, shortened)
+            if end_part:
+                end_part("step")
         if advance is None:
             tree = self.draft(schedule)
-            end_part("draft")
+            if end_part:
+                end_part("draft")
             if self.compiler is not None:
-                advance = self.compiler.step_after_draft(self.context, tree, self.numbers, active, self.count)
-                end_part("verify")
+                advance = self.compiler.step_after_draft(tree, self.rows)
+                if end_part:
+                    end_part("verify")
             if advance is None:
-                out = (self.compiler or self.target).verify(tree)
-                end_part("verify")
-                verdict = hold_inactive(self.judge(tree, out.logits, schedule), self.context.root, active)
-                end_part("accept")
-                advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
-        return self.report(tree, verdict, schedule, self.transfer(advance), began)
+                ends = None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining)
+                host = HostPart(
+                    self.context.history, ends, self.keep_scores, self.keep_divergences,
+                    (self.compiler or self.target).verify, end_part,
+                )  # fmt: skip
+                rows = self.rows(tree.max_depth)
+                advance = step_after_draft(self.target, self.accept, self.sampler, tree, rows, self.num_top, host)
+                self.end_watch(host.logits, schedule.active)
+        gain = self.transfer(advance)
+        scores = [] if host is None or not self.keep_scores else scores_of(host.verdict, gain)
+        step = self.report(schedule, gain, scores, began)
+        if host is not None and self.keep_divergences:
+            step = replace(step, **divergences_of(tree, host.verdict, schedule.active, step.accepted))
+        return step
 
     def draft(self, schedule: StepSchedule) -> DraftTree:
         """The drafter's tree; the root alone if there is no drafter or plan, or if the plan is to draft nothing."""
@@ -260,30 +273,25 @@ class _Loop:
             return DraftTree.root_only(self.context.root)
         if not all(schedule.remaining) and not isinstance(plan, NoDraft | LimitRows):
             plan = limit_rows(plan, schedule.remaining)
-        if self.watch and self.watch.waiting:
+        if self.watch is not None:
             plan = NoDraft(plan)
         self.sampler.begin(DRAFT, self.count)
         tree = self.drafter.propose(self.context, self.sampler, plan)  # under NoDraft it still reads the text
         if isinstance(plan, NoDraft):
             return DraftTree.root_only(self.context.root)
-        if self.accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
+        if tree.logits is None and tree.num_nodes > 1 and self.accept.requires_draft_probs:
             raise missing_draft_probs(self.accept, self.drafter)
         by_target_alone = tree.probs is None and self.accept.is_exact(self.sampler)
         return tree if by_target_alone else cut_past_limits(tree, schedule.remaining)
 
-    def judge(self, tree: DraftTree, logits: Tensor, schedule: StepSchedule) -> Verdict:
-        """The rule's verdict on the tree."""
-        self.sampler.begin(ACCEPT, self.count)
-        verdict = walk(
-            tree, logits, self.accept, self.sampler, self.context.history,
-            ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),
-            numbers=self.numbers(tree.max_depth), keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
-        )  # fmt: skip
-        if self.watch and not self.watch.may_draft(
-            lambda: self.sampler.mixing(logits[:, 0], lambda: self.context.history, schedule.active)
-        ):
-            self.plan = self.watch = None
-        return verdict
+    def end_watch(self, logits: Tensor, active: Sequence[bool]) -> None:
+        """After the first step: draft from now on, unless a logits processor cannot judge drafts. logits (B, N, V)."""
+        if self.watch is None:
+            return
+        history = self.context.history
+        if not self.watch.may_draft(lambda: self.sampler.mixing(logits[:, 0], lambda: history, active)):
+            self.plan = None
+        self.watch = None
 
     def draw_first(self, scores: Tensor) -> Tensor:
         """Processed scores (B, V) after prompts → the first token (B,) of each row."""
@@ -291,12 +299,13 @@ class _Loop:
         numbers = self.sampler.token_numbers(scores.new_zeros(len(scores), dtype=torch.long), 1, 0)
         return self.sampler.draw(self.sampler.probs_of(scores), None if numbers is None else numbers[:, 0])
 
-    def numbers(self, depth: int) -> Tensor | None:
-        """(B, depth + 1) the numbers that draw the next tokens of each row; None if nothing is sampled."""
-        if not self.sampler.do_sample:
-            return None
-        most = max(len(row) - len(ids) for row, ids in zip(self.context.history, self.prompts, strict=True))
-        return self.sampler.token_numbers(self.count, depth + 1, most)
+    def rows(self, depth: int) -> Rows:
+        """What a step with a tree of this depth reads of the rows."""
+        numbers = None
+        if self.sampler.do_sample:
+            most = max(len(row) - len(ids) for row, ids in zip(self.context.history, self.prompts, strict=True))
+            numbers = self.sampler.token_numbers(self.count, depth + 1, most)
+        return Rows(self.context.root, self.active, numbers, self.count)
 
     def transfer(self, advance: Advance) -> _Gain:
         """The step's only transfer to the host; appends the gained tokens to the text."""
@@ -311,17 +320,8 @@ class _Loop:
         self.context = self.context.extend(advance, gain.tokens, gain.ranks)
         return gain
 
-    def report(
-        self, tree: DraftTree | None, verdict: Verdict | None, schedule: StepSchedule, gain: _Gain, began: float
-    ) -> Step:
-        """The Step for the caller: what each row gained up to where it stops, with the verdict's scores and divergences
-        if they are wanted."""
-        scores: TokenScores = []
-        if verdict is not None and self.keep_scores:
-            levels = verdict.scores
-            scores = [
-                [(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(gain.tokens)
-            ]
+    def report(self, schedule: StepSchedule, gain: _Gain, scores: TokenScores, began: float) -> Step:
+        """The Step for the caller: what each row gained up to where it stops. scores: of the gained tokens, if kept."""
         tokens = self.apply_stop(gain.tokens, scores)
         scores = [pairs[: len(row)] for pairs, row in zip(scores, tokens, strict=False)]
         # The last token a row may gain is the target's own, even if longer rows made its draft reach that far.
@@ -329,10 +329,7 @@ class _Loop:
         accepted = [min(count, len(kept)) for count, kept in zip(most, tokens, strict=True)]
         ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
         drafted = [n if active else 0 for n, active in zip(gain.drafted, schedule.active, strict=True)]
-        details: StepDivergences = ([], [], [])
-        if verdict is not None and tree is not None and self.keep_divergences:
-            details = divergences_of(tree, verdict, schedule.active, accepted)
-        return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
+        return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores)
 
     def apply_stop(self, gained: list[list[int]], scores: TokenScores) -> list[list[int]]:
         """Each row's new tokens up to where it stops. Marks the rows that stop. scores: of the new tokens, if kept."""
@@ -349,11 +346,6 @@ class _Loop:
         """The most new tokens: one number for all rows, or one a row if they differ."""
         return self.limits[0] if len(set(self.limits)) == 1 else self.limits
 
-    @property
-    def num_top(self) -> int:
-        """How many of the target's likeliest tokens the drafter wants."""
-        return 0 if self.drafter is None else self.drafter.wants_target_top
-
 
 @dataclass(frozen=True, slots=True)
 class _Gain:
@@ -364,8 +356,32 @@ class _Gain:
     drafted: list[int]
 
 
-def no_timer(part: str) -> None:
-    """The part timer of a loop that nobody times."""
+def scores_of(verdict: Verdict, gain: _Gain) -> TokenScores:
+    """The scores of each row's gained tokens, from a verdict that kept them."""
+    levels = verdict.scores
+    return [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(gain.tokens)]
+
+
+def divergences_of(
+    tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]
+) -> dict[str, Any]:
+    """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
+    nans = torch.full(tree.tokens.shape, torch.nan)
+    by_slot = nans if verdict.divergences is None else verdict.divergences
+    divergences, parents, paths = [], [], []
+    rows = zip(by_slot.tolist(), tree.parents.tolist(), verdict.path.tolist(), active, accepted, strict=True)
+    for values, slot_parents, path, takes_part, count in rows:
+        drafted = [slot for slot, parent in enumerate(slot_parents) if parent >= 0 and takes_part]
+        number = {0: 0} | {slot: i for i, slot in enumerate(drafted, start=1)}
+        divergences.append([values[slot] for slot in drafted])
+        parents.append([number[slot_parents[slot]] for slot in drafted])
+        paths.append([number[slot] for slot in path[1 : count + 1]])
+    return {"divergences": divergences, "parents": parents, "path": paths}
+
+
+def end_prefill() -> None:
+    if (end_part := part_timer.get()) is not None:
+        end_part("prefill")
 
 
 def require_finite(finite: bool) -> None:

@@ -1,11 +1,14 @@
-"""One step on the device, whole or from the draft on, as functions that torch.compile can trace.
+"""One step on the device as functions of tensors: the loop calls `step_after_draft`, and torch.compile traces it, alone
+or with the draft before it (`whole_step`). What only the host can add is in `HostPart`.
 
 Shapes: B batch rows, N tree nodes, P = depth of the tree + 1, V vocabulary, K top tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,41 +19,81 @@ from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.cache import gather_nodes
+from specheads.decoding.verify.masks import gather_nodes
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
 
-def whole_step(
-    target: Verifier, drafter: Drafter | None, plan: Plan | None, accept: Acceptance, sampler: Sampler,
-    context: Context, numbers: Tensor | None, active: Tensor, num_top: int, count: Tensor | None = None,
-    limits: Tensor | None = None,
-) -> Advance:  # fmt: skip
-    """Draft, verify, judge and commit. numbers (B, P) as in `TargetProbs`, active (B,) bool.
+class Rows(NamedTuple):
+    """What a step reads of the batch's rows.
 
-    Given where drafts influence the text: count (B,) as in `step_after_draft`, and limits (B,), the most tokens of
-    each row; drafts past them are not judged.
+    root (B,); active (B,) bool: those that take part; numbers (B, P): as in `TargetProbs`. counts (B,): each row's new
+    tokens so far, on which the random numbers of a draft and of a rule depend; limits (B,): the most new tokens, past
+    which drafts are not judged. None in a graph where drafts influence only how fast the text comes.
     """
+
+    root: Tensor
+    active: Tensor
+    numbers: Tensor | None
+    counts: Tensor | None = None
+    limits: Tensor | None = None
+
+
+@dataclass
+class HostPart:
+    """What the host adds to a step and reads of it; a compiled step has none.
+
+    history, ends: as in `TargetProbs`, for logits processors that depend on the prefix. keep_scores, keep_divergences:
+    as in `walk`. verify: the target's pass, which may be compiled alone. end_part: see `loop.part_timer`. Set by the
+    step: logits (B, N, V), the target's, and the verdict.
+    """
+
+    history: Sequence[Sequence[int]]
+    ends: Tensor | None
+    keep_scores: bool
+    keep_divergences: bool
+    verify: Callable[[DraftTree], TargetOutput]
+    end_part: Callable[[str], None] | None
+    logits: Tensor = field(init=False)
+    verdict: Verdict = field(init=False)
+
+
+def whole_step(
+    target: Verifier, accept: Acceptance, sampler: Sampler, drafter: Drafter | None, plan: Plan | None,
+    context: Context, rows: Rows, num_top: int,
+) -> Advance:  # fmt: skip
+    """Draft, verify, judge and commit."""
     if drafter is None or plan is None:
         tree = DraftTree.root_only(context.root)
     else:
-        if count is not None and sampler.do_sample:
-            sampler.begin(DRAFT, count)
+        if rows.counts is not None and sampler.do_sample:
+            sampler.begin(DRAFT, rows.counts)
         tree = drafter.propose(context, sampler, plan)
-    if count is not None and limits is not None:
-        tree = tree.within(limits - count - 1)
-    return step_after_draft(target, accept, sampler, context.root, tree, numbers, active, num_top, count)
+    if rows.counts is not None and rows.limits is not None:
+        tree = tree.within(rows.limits - rows.counts - 1)
+    return step_after_draft(target, accept, sampler, tree, rows, num_top)
 
 
 def step_after_draft(
-    target: Verifier, accept: Acceptance, sampler: Sampler, root: Tensor, tree: DraftTree, numbers: Tensor | None,
-    active: Tensor, num_top: int, count: Tensor | None = None,
+    target: Verifier, accept: Acceptance, sampler: Sampler, tree: DraftTree, rows: Rows, num_top: int,
+    host: HostPart | None = None,
 ) -> Advance:  # fmt: skip
-    """Verify, judge and commit a drafted tree. count (B,): each row's new tokens so far, given if the rule draws
-    random numbers, which depend on it."""
-    out = target.verify(tree)
-    if count is not None and sampler.do_sample:
-        sampler.begin(ACCEPT, count)
-    verdict = hold_inactive(walk(tree, out.logits, accept, sampler, numbers=numbers), root, active)
+    """Verify, judge and commit a drafted tree."""
+    out = target.verify(tree) if host is None else host.verify(tree)
+    if host is not None and host.end_part is not None:
+        host.end_part("verify")
+    if rows.counts is not None and (sampler.do_sample or host is not None):  # a rule may be random at temperature 0
+        sampler.begin(ACCEPT, rows.counts)
+    if host is None:
+        verdict = freeze_inactive(walk(tree, out.logits, accept, sampler, numbers=rows.numbers), rows)
+    else:
+        verdict = walk(
+            tree, out.logits, accept, sampler, host.history, ends=host.ends, numbers=rows.numbers,
+            keep_scores=host.keep_scores, keep_divergences=host.keep_divergences,
+        )  # fmt: skip
+        verdict = freeze_inactive(verdict, rows)
+        host.logits, host.verdict = out.logits, verdict
+        if host.end_part is not None:
+            host.end_part("accept")
     return commit(target, sampler, tree, out, verdict, num_top)
 
 
@@ -59,9 +102,10 @@ def verify(target: Verifier, tree: DraftTree) -> TargetOutput:
     return target.verify(tree)
 
 
-def hold_inactive(verdict: Verdict, root: Tensor, active: Tensor) -> Verdict:
-    """Inactive rows gain nothing and keep their root (B,)."""
-    return replace(verdict, length=verdict.length * active, bonus=torch.where(active, verdict.bonus, root))
+def freeze_inactive(verdict: Verdict, rows: Rows) -> Verdict:
+    """Inactive rows gain nothing and keep their root."""
+    active = rows.active
+    return replace(verdict, length=verdict.length * active, bonus=torch.where(active, verdict.bonus, rows.root))
 
 
 def commit(

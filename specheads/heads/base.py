@@ -19,7 +19,7 @@ from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import NoDraft, Plan, StaticTree
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.heads.config import HeadConfig
 from specheads.heads.sampling import random_keys
 from specheads.losses.objective import Scores, score_drafts

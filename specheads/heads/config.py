@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from specheads.decoding.planner import StaticTree
-from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
+from specheads.decoding.planner import STATIC_DEPTH, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import first_layer
 from specheads.decoding.verify.taps import refuse_missing_taps
 from specheads.heads.layers.block import DecoderBlock

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
-from specheads.decoding.verify.cache import gather_nodes
+from specheads.decoding.verify.masks import gather_nodes
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.base import TapBatch
 from specheads.heads.config import DecoderConfig
@@ -159,7 +159,7 @@ class HydraHead(MedusaHead):
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         target = context.target
-        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         hidden = context.features.to(dtype)
         prefix = self.prefix
         if prefix is not None:

@@ -158,7 +158,7 @@ class MedusaHead(DraftVocabulary):
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         """The `expand` with which a plan grows a tree below context.root: head i scores the children of level i."""
-        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         hidden = context.newest(context.features).to(dtype)
         depths = zip(self.blocks, self.lm_heads, strict=True)
 

@@ -28,8 +28,9 @@ from specheads.decoding.planner import BestFirstTree, ChildLogits, Plan
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.cache import Reach, TreeCache, additive, visible
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import UnsupportedModel, layer_count, logits_of, refuse_more_than_lm_head
+from specheads.decoding.verify.masks import Reach, additive, visible
 from specheads.heads.base import TapBatch
 from specheads.heads.config import DecoderConfig
 from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed

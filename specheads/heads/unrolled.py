@@ -19,8 +19,8 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.cache import Levels, Reach, gather_nodes
 from specheads.decoding.verify.hf_base import layer_count
+from specheads.decoding.verify.masks import Levels, Reach, gather_nodes
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.config import DecoderConfig, HeadConfig
 from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, document_mask, read_committed
@@ -187,7 +187,7 @@ class FeatureHead(UnrolledHead):
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         target = context.target
-        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         # First the positions committed since the last proposal, with the target's features.
         fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
         hidden, cache = read_committed(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.probs.precision import at_least_float32
-from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.losses.chunked import Add, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, overlap, parse_loss, position_weights
 from specheads.losses.targets import ENDED, DraftTargets

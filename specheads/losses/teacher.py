@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import likeliest
-from specheads.decoding.tree.draft_ids import DraftIds
-from specheads.decoding.verify.cache import additive
-from specheads.decoding.verify.captures import captures_of
+from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.decoding.verify.hf_base import (
     MASKED_ATTENTION,
     decoder_of,
@@ -31,7 +29,8 @@ from specheads.decoding.verify.hf_base import (
     takes_mask_dict,
     text_config,
 )
-from specheads.decoding.verify.taps import last_output_kept, run_tapped
+from specheads.decoding.verify.masks import additive
+from specheads.decoding.verify.taps import captures_of, last_output_kept, run_tapped
 
 NEVER = -1e30  # log-probability of an impossible outcome: finite, because 0 · −∞ is NaN
 

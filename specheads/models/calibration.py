@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from specheads.data.batches import Collator
-from specheads.decoding.planner import StaticTree
-from specheads.decoding.planner.named import static_choices
+from specheads.decoding.planner import StaticTree, static_choices
 from specheads.heads.limits import MOST_NODES
 from specheads.losses.targets import ENDED
 from specheads.options import OptionError

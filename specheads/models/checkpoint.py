@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import refuse_unsupported, text_config, unwrapped
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.files import replacing
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.hub import hub_options

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.planner.by_cost import CostKey, CostTable, costs_dir
-from specheads.decoding.planner.by_cost.cost_file import digest
-from specheads.decoding.planner.by_cost.device import device_name
-from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.planner.by_cost.cost_file import device_name, digest
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.heads import DraftHead
 from specheads.models.base.fingerprint import fingerprint_base
 

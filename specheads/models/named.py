@@ -12,9 +12,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.drafters import Cascade, Drafter, DraftModel
+from specheads.decoding.drafters import CHECKPOINT_LOADERS, DRAFTERS, Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
-from specheads.decoding.drafters.named import CHECKPOINT_LOADERS, DRAFTERS
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import hub_options

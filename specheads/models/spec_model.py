@@ -15,14 +15,13 @@ from transformers.utils import ModelOutput
 
 from specheads.data.batches import documents_of
 from specheads.decoding.acceptance import Acceptance
+from specheads.decoding.drafters import as_drafter
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import as_drafter
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
-from specheads.decoding.planner import Plan, StaticTree
-from specheads.decoding.planner.named import static_choices
-from specheads.decoding.verify.arguments import input_device
+from specheads.decoding.planner import Plan, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import logits_of
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base

@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
-from specheads.decoding.generation.context_limits import base_length
 from specheads.decoding.generation.outputs import SpecGenerateOutput
+from specheads.decoding.generation.warnings import base_length
 from specheads.decoding.planner import chain
 from specheads.options import OptionError
 from specheads.terminal import Report, clock_time

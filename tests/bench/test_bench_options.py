@@ -4,10 +4,10 @@ import inspect
 from dataclasses import fields
 
 import pytest
-from specheads_cli.bench import bench
 
 from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.run import decoders_of
+from specheads.cli.commands.bench_options import bench
 from tests.support.paths import ROOT
 
 

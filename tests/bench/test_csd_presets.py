@@ -10,7 +10,7 @@ from specheads import Cascade, DraftModel, MaxGram, generate
 from specheads.bench.compare.decoder_texts import parse_decoder
 from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.tasks import load_task
-from specheads.decoding.drafters.bigram import load_bigrams, save_bigrams
+from specheads.decoding.drafters.maxgram import load_bigrams, save_bigrams
 from specheads.models.base.loading import load_language_model
 from tests.support import t5_on_disk, trained_t5
 from tests.support.command_line import run

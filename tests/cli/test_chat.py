@@ -13,8 +13,8 @@ from specheads.cli.chat.completion import completions
 from specheads.cli.chat.session import Interruption, Session
 from specheads.cli.chat.settings import SETTINGS, change
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner.named import PLANS, tree_named
+from specheads.decoding.acceptance import RULES
+from specheads.decoding.planner import PLANS, tree_named
 from specheads.models.base import loading
 from specheads.models.named import Models
 from tests.support.command_line import run, ship

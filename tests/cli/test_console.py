@@ -12,7 +12,7 @@ from specheads import terminal
 from specheads.bench import report
 from specheads.cli import text
 from specheads.cli.chat.console import COLUMNS
-from specheads.decoding.text import TextPieces
+from specheads.decoding.drafters.retokenize import TextPieces
 
 TABLES = {
     "comparison": (COLUMNS, ("head", "96", "178.1", "2.00×", "123/456 (27%)", "2.10", "differs")),

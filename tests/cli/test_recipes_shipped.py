@@ -11,9 +11,9 @@ import pytest
 from specheads.cli import complete, shipped
 from specheads.cli import program as cli
 from specheads.cli.shipped import find_recipe, recipe_names
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.drafters.named import DRAFTERS
-from specheads.decoding.planner.named import PLANS
+from specheads.decoding.acceptance import RULES
+from specheads.decoding.drafters import DRAFTERS
+from specheads.decoding.planner import PLANS
 from specheads.models.formats import ENGINES
 from tests.support.command_line import run
 from tests.support.paths import ROOT

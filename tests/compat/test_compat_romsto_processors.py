@@ -204,9 +204,8 @@ def test_skipping_the_adjustment_is_asked_for_by_its_name(target, small):
     options = {"gamma": 2, "max_gen_len": 4, "skip_sample_adjustment": True, "eos_tokens_id": []}
     assert compat.speculative_generate(PROMPT, small, target, **options)[0] == target.plain[:4]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "specheads.decoding.generation.generate._run", lambda *args, **kwargs: asked.update(kwargs) or 1 / 0
-        )
+        run = "specheads.decoding.generation.generate._Run"
+        patch.setattr(run, lambda decoding, *others: asked.update(decoding=decoding) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compat.speculative_generate(PROMPT, small, target, logits_processor=PROCESSORS["warm"], **options)
     decoding = asked["decoding"]

@@ -10,8 +10,8 @@ from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
 import specheads
 from specheads import DraftModel, UnsupportedModel, convert, load_head
-from specheads.decoding.generation import decoding
-from specheads.decoding.verify.activation_scales import scaled_by_pass
+from specheads.decoding.generation import warnings as generation_warnings
+from specheads.decoding.generation.warnings import scaled_by_pass
 from tests.reference.slow_heads import KINDS
 from tests.support.tiny_models import near, tiny_llama
 
@@ -36,21 +36,23 @@ def base():
     return tiny_llama(num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("embedding", [False, True])
-def test_an_int8_model_is_decoded_and_drafts(base, embedding):
-    quantised = in_int8(base, embedding)
-    own = quantised.generate(IDS, **GREEDY)
-    plain = specheads.generate(quantised, IDS, draft=False, return_dict_in_generate=True, **GREEDY)
-    assert torch.equal(plain.sequences, own) and plain.lossless
-    for draft in ("lookup", DraftModel(near(base)), DraftModel(quantised)):
-        out = specheads.generate(quantised, IDS, draft=draft, compile="eager", return_dict_in_generate=True, **GREEDY)
-        assert out.sequences.shape == own.shape and not out.lossless and not out.statistics()["lossless"]
-    drafted = specheads.generate(base, IDS, draft=DraftModel(quantised), return_dict_in_generate=True, **GREEDY)
-    assert torch.equal(drafted.sequences, base.generate(IDS, **GREEDY)) and drafted.lossless
-    many = specheads.generate_many(quantised, [[3, 4, 5], [6, 7]], draft="lookup", **GREEDY)
-    assert [one.lossless for one in many] == [False, False]
-    with pytest.raises(ValueError, match="embeddings for 0 to 96"):
-        specheads.generate(quantised, IDS + 97, **GREEDY)
+def test_an_int8_model_is_decoded_and_drafts(base):
+    for embedding in [False, True]:
+        quantised = in_int8(base, embedding)
+        own = quantised.generate(IDS, **GREEDY)
+        plain = specheads.generate(quantised, IDS, draft=False, return_dict_in_generate=True, **GREEDY)
+        assert torch.equal(plain.sequences, own) and plain.lossless
+        for draft in ("lookup", DraftModel(near(base)), DraftModel(quantised)):
+            out = specheads.generate(
+                quantised, IDS, draft=draft, compile="eager", return_dict_in_generate=True, **GREEDY
+            )
+            assert out.sequences.shape == own.shape and not out.lossless and not out.statistics()["lossless"]
+        drafted = specheads.generate(base, IDS, draft=DraftModel(quantised), return_dict_in_generate=True, **GREEDY)
+        assert torch.equal(drafted.sequences, base.generate(IDS, **GREEDY)) and drafted.lossless
+        many = specheads.generate_many(quantised, [[3, 4, 5], [6, 7]], draft="lookup", **GREEDY)
+        assert [one.lossless for one in many] == [False, False]
+        with pytest.raises(ValueError, match="embeddings for 0 to 96"):
+            specheads.generate(quantised, IDS + 97, **GREEDY)
 
 
 def test_rows_of_a_batch_share_a_scale_even_without_drafts(base):
@@ -89,7 +91,7 @@ def test_heads_learn_from_layers_in_int8_but_need_the_values_of_the_output_matri
 
 def test_one_warning_says_why(base, monkeypatch):
     said = []
-    monkeypatch.setattr(decoding.logger, "warning_once", said.append)
+    monkeypatch.setattr(generation_warnings.logger, "warning_once", said.append)
     specheads.generate(in_int8(base), IDS, draft="lookup", **GREEDY)
     specheads.generate(in_int8(base), IDS, draft=False, **GREEDY)
     specheads.generate(base, IDS, draft="lookup", **GREEDY)
@@ -124,9 +126,8 @@ def group(strategy, dynamic=True):
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": inputs}}}
 
 
-@pytest.mark.parametrize(
-    ("model", "found"),
-    [
+def test_scales_over_a_pass_are_recognised_and_those_of_each_token_are_not():
+    for model, found in [
         (model_with(module=foreign("Linear8bitLt", threshold=6.0)), True),
         (model_with(module=foreign("Linear8bitLt", threshold=0.0)), False),
         (model_with(module=foreign("Linear4bit")), False),
@@ -142,7 +143,5 @@ def group(strategy, dynamic=True):
         (model_with(config=FineGrainedFP8Config()), False),
         (model_with(config=BitsAndBytesConfig(load_in_4bit=True)), False),
         (model_with(), False),
-    ],
-)  # fmt: skip
-def test_scales_over_a_pass_are_recognised_and_those_of_each_token_are_not(model, found):
-    assert (scaled_by_pass(model) is not None) is found
+    ]:  # fmt: skip
+        assert (scaled_by_pass(model) is not None) is found

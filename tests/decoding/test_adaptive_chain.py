@@ -1,5 +1,7 @@
 """AdaptiveChain: where it ends, and that ending there does not change the distribution of the text."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -35,24 +37,24 @@ def grown(plan, *rows):
     return [row[1 : n + 1] for row, n in zip(tree.tokens.tolist(), lengths, strict=True)]
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_first_unsure_token_is_the_last_of_the_chain(sampled):
-    plan = AdaptiveChain(max_depth=5, confidence=0.5, sampled=sampled)
-    assert grown(plan, [0.9, 0.6, 0.4, 0.9, 0.9]) == [[3, 3, 3]]
-    assert grown(plan, [0.3, 0.9]) == [[3]]
-    assert grown(plan, [0.9] * 9) == [[3] * 5]
-    just = 0.5 + 1e-6  # a CPU may turn 0.5 itself into 0.49999997 by way of its logarithm
-    assert grown(plan, [just, just, 0.5 - 1e-6, 1.0]) == [[3, 3, 3]]
+def test_the_first_unsure_token_is_the_last_of_the_chain():
+    for sampled in [False, True]:
+        plan = AdaptiveChain(max_depth=5, confidence=0.5, sampled=sampled)
+        assert grown(plan, [0.9, 0.6, 0.4, 0.9, 0.9]) == [[3, 3, 3]]
+        assert grown(plan, [0.3, 0.9]) == [[3]]
+        assert grown(plan, [0.9] * 9) == [[3] * 5]
+        just = 0.5 + 1e-6  # a CPU may turn 0.5 itself into 0.49999997 by way of its logarithm
+        assert grown(plan, [just, just, 0.5 - 1e-6, 1.0]) == [[3, 3, 3]]
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_batch_drafts_until_every_row_was_unsure(sampled):
+def test_a_batch_drafts_until_every_row_was_unsure():
     """And each row's chain ends where it ends alone."""
-    plan = AdaptiveChain(max_depth=6, confidence=0.5, sampled=sampled)
-    rows = [1.0, 1.0, 0.4, 1.0], [0.4, 1.0, 1.0, 1.0]
-    chains = grown(plan, *rows)
-    assert list(map(len, chains)) == [3, 1]
-    assert sampled or chains == [grown(plan, row)[0] for row in rows] == [[3] * 3, [3]]
+    for sampled in [False, True]:
+        plan = AdaptiveChain(max_depth=6, confidence=0.5, sampled=sampled)
+        rows = [1.0, 1.0, 0.4, 1.0], [0.4, 1.0, 1.0, 1.0]
+        chains = grown(plan, *rows)
+        assert list(map(len, chains)) == [3, 1]
+        assert sampled or chains == [grown(plan, row)[0] for row in rows] == [[3] * 3, [3]]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -86,44 +88,42 @@ def test_confidence_0_never_stops_early_and_1_drafts_one_token():
     assert grown(AdaptiveChain(max_depth=4, confidence=1.0), [0.99] * 9) == [[3]]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"max_depth": 0}, "max_depth=0 "), ({"confidence": 1.2}, r"confidence=1.2 must be a prob")],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdaptiveChain(**options)
+def test_bad_options_are_refused():
+    for options, message in [
+        ({"max_depth": 0}, "max_depth=0 "),
+        ({"confidence": 1.2}, r"confidence=1.2 must be a prob"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            AdaptiveChain(**options)
 
 
 GREEDY, SAMPLED = (AdaptiveChain(max_depth=2, confidence=0.5, sampled=sampled) for sampled in (False, True))
 
 
-@pytest.mark.parametrize(
-    ("plan", "vocab_size", "length", "steps"),
-    [
-        (GREEDY, 3, 4, None),
-        (SAMPLED, 2, 3, None),
-        (SAMPLED, 3, 4, 1),
-        (AdaptiveChain(max_depth=3, confidence=0.6, sampled=True), 2, 4, 1),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("holes", [False, True])
-def test_ending_a_chain_early_does_not_change_the_distribution(plan, vocab_size, length, steps, holes):
-    target, draft = Table(vocab_size, 1, holes=holes), Table(vocab_size, 2, holes=holes)
-    probs = output_probs(target, draft, plan, [(0, 1)], length, steps=steps)
-    assert distance(probs, true_probs(target, [(0, 1)], length)) < 1e-12
+def test_ending_a_chain_early_does_not_change_the_distribution():
+    for (plan, vocab_size, length, steps), holes in itertools.product(
+        [
+            (GREEDY, 3, 4, None),
+            (SAMPLED, 2, 3, None),
+            (SAMPLED, 3, 4, 1),
+            (AdaptiveChain(max_depth=3, confidence=0.6, sampled=True), 2, 4, 1),
+        ],
+        [False, True],
+    ):
+        target, draft = Table(vocab_size, 1, holes=holes), Table(vocab_size, 2, holes=holes)
+        probs = output_probs(target, draft, plan, [(0, 1)], length, steps=steps)
+        assert distance(probs, true_probs(target, [(0, 1)], length)) < 1e-12
 
 
-@pytest.mark.parametrize("plan", [GREEDY, SAMPLED], ids=repr)
-def test_one_rows_confidence_does_not_change_the_distribution_of_another(plan):
+def test_one_rows_confidence_does_not_change_the_distribution_of_another():
     """The rows share the length of their drafts, and are still independent of one another."""
-    target, draft = Table(2, 5), Table(2, 6)
-    prompts = [(1,), (0, 1, 1)]
-    for prompt in prompts:  # the prefill's token is certain, so that one step is all there is to enumerate
-        target.known[prompt] = torch.tensor([-torch.inf, 0.0], dtype=torch.float64)
-    probs = output_probs(target, draft, plan, prompts, 2)
-    assert distance(probs, true_probs(target, prompts, 2)) < 1e-12
+    for plan in [GREEDY, SAMPLED]:
+        target, draft = Table(2, 5), Table(2, 6)
+        prompts = [(1,), (0, 1, 1)]
+        for prompt in prompts:  # the prefill's token is certain, so that one step is all there is to enumerate
+            target.known[prompt] = torch.tensor([-torch.inf, 0.0], dtype=torch.float64)
+        probs = output_probs(target, draft, plan, prompts, 2)
+        assert distance(probs, true_probs(target, prompts, 2)) < 1e-12
 
 
 def without_unsure_token(tree):

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ import specheads
 from specheads import DraftTree, PromptLookup, chain
 from specheads.decoding.drafters import auto
 from specheads.decoding.drafters.auto import AutoDrafter
-from specheads.decoding.drafters.overlay import overlay
-from specheads.decoding.drafters.suffix_search import longest_match, to_text
-from specheads.decoding.drafters.unread import UnreadPositions
+from specheads.decoding.drafters.lookup import longest_match, to_text
+from specheads.decoding.drafters.pending import PendingFeatures, overlay
 from specheads.decoding.planner.by_cost import CostTable, Curve, step_planner
-from specheads.decoding.planner.by_cost.choice import Choice
+from specheads.decoding.planner.by_cost.step_planner import Choice
 from specheads.models.costs import cost_key, cost_path
 from tests.support.auto_costs import DEAR, FREE, HEADS, ONE, OPTIONS, Trained, table
 from tests.support.prompts import padded
@@ -91,7 +89,7 @@ def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log,
 
     default = drafts()
     assert default == drafts(draft="auto") == drafts(draft=AutoDrafter(model.head))
-    (record,) = [r for r in hf_log.records if "step costs shipped for a small CPU" in r.message]
+    (record,) = [r for r in hf_log.records if "bundled step costs of a small CPU" in r.message]
     assert "`specheads tune MODEL`" in record.message, "said once"
     assert default != drafts(draft="head") == drafts(draft=True)
     assert drafts(tree="chain:2") == drafts(draft="head", tree="chain:2") == drafts(draft="auto", tree="chain:2")
@@ -103,10 +101,10 @@ def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log,
     assert drafts() == drafts(draft=AutoDrafter(model.head, FREE)) != default
 
 
-@pytest.mark.parametrize("asked", [{}, {"tree": chain(2)}, {"accept": "typical"}])
-def test_a_missing_file_of_costs_is_an_error_whatever_else_is_asked_for(heads, asked):
-    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
-        heads["medusa"].generate(**PROMPTS, draft="auto:absent.json", max_new_tokens=3, **asked)
+def test_a_missing_file_of_costs_is_an_error_whatever_else_is_asked_for(heads):
+    for asked in [{}, {"tree": chain(2)}, {"accept": "typical"}]:
+        with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+            heads["medusa"].generate(**PROMPTS, draft="auto:absent.json", max_new_tokens=3, **asked)
 
 
 def test_an_encoder_decoder_drafts_copies():
@@ -128,28 +126,13 @@ def test_a_head_that_pays_in_long_texts_alone_reads_no_short_ones(heads, monkeyp
         return Curve(((1, plain), (64, plain + 189.0)))  # three milliseconds a node
 
     flat, read = Curve(((1, 0.0),)), []
-    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 3.0),)), level=flat)
-    add = UnreadPositions.add
-    monkeypatch.setattr(UnreadPositions, "add", lambda *given: [read.append(given), add(*given)])
+    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 7.0),)), level=flat)
+    add = PendingFeatures.add
+    monkeypatch.setattr(PendingFeatures, "add", lambda *given: [read.append(given), add(*given)])
     for count in (20, 80):  # after seven of the prompt
         read.clear()
         generate(heads["eagle3"], CostTable(None, {1: costs}), ONE, max_new_tokens=count, do_sample=False)
         assert bool(read) == (count == 80)
-
-
-def test_where_nothing_pays_some_steps_are_not_planned(heads, monkeypatch):
-    planned = []
-
-    def in_vain(planner, state):
-        planned.append(state.bound)
-        shape = state.menu.shapes[0] if len(planned) == 14 else None
-        return Choice(shape, shape.nodes if shape else 1, (False,), 1.0, 1.0)
-
-    monkeypatch.setattr(step_planner.StepPlanner, "_best", in_vain)
-    generate(heads["medusa"], FREE, ONE, max_new_tokens=100, eos_token_id=97, do_sample=False)
-    apart = [after - before for before, after in itertools.pairwise(planned)]
-    assert apart[:13] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
-    assert apart[14:19] == [1, 1, 1, 2, 3], "after a draft every step is planned again"
 
 
 def test_copies_take_the_place_of_a_tree_where_there_are_some():
@@ -165,20 +148,19 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
     """Each step drafts otherwise, copies in some rows beside the head's trees: the steps are equal one by one."""
     calls = itertools.count()
 
-    def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
+    def fickle(candidates, head_gains, copy_gains, step_ms, draft_ms, value):
         rows = len(copy_gains)
         if not head_gains:  # what it would be without the head
-            return Choice(None, 1, (False,) * rows, rows, 9.0)
+            return Choice(0, 1, (False,) * rows, rows, 9.0)
         number = next(calls)
-        shape = menu.shapes[-(number // 3 % 2)]  # the shortest chain or the largest tree
+        depth = candidates.chains[-(number // 3 % 2)]  # the shortest chain or the longest
         if (kind := number % 3) == 0:
-            return Choice(None, menu.sizes[-1], (True,) * rows, rows, 1.0)
-        return Choice(shape, shape.nodes, tuple((b + kind) % 2 == 0 for b in range(rows)), rows, 1.0)
+            return Choice(0, candidates.sizes[-1], (True,) * rows, rows, 1.0)
+        return Choice(depth, 1 + depth, tuple((b + kind) % 2 == 0 for b in range(rows)), rows, 1.0)
 
     monkeypatch.setattr(step_planner, "choose", fickle)
-    monkeypatch.setattr(auto, "make_menu", partial(auto.make_menu, compiled=True))
-    monkeypatch.setattr(AutoDrafter, "menu", lambda self, table, rows, **_: auto.make_menu(
-        table.for_rows(rows), rows, ((0.6, 0.2),), 3, head=True))  # fmt: skip
+    make_candidates = auto.make_candidates
+    monkeypatch.setattr(auto, "make_candidates", lambda *args, **kw: make_candidates(*args, **{**kw, "compiled": True}))
     steps = []
     for compile in (False, "eager"):
         calls = itertools.count()
@@ -212,37 +194,37 @@ def test_a_copy_goes_by_what_was_copied_in_its_own_row(heads, monkeypatch):
 
 
 def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatch):
-    worths = []
+    values = []
 
-    class Spy(step_planner.Worth):
+    class Spy(step_planner.BatchValue):
         def __init__(self, rows, remaining=(), pace=()):
             super().__init__(rows, remaining, pace)
-            worths.append((rows, list(remaining), list(pace)))
+            values.append((rows, list(remaining), list(pace)))
 
-    monkeypatch.setattr(step_planner, "Worth", Spy)
+    monkeypatch.setattr(step_planner, "BatchValue", Spy)
     base, head = heads["eagle3"].base, heads["eagle3"].head
     out = generate(heads["eagle3"], FREE)
-    worths = [worth for worth in worths if worth[1]]
+    values = [value for value in values if value[1]]
     pace, left = [1.0] * len(PROMPTS["input_ids"]), [47] * len(PROMPTS["input_ids"])
-    for step, worth in zip(out.steps[1:], worths, strict=True):
+    for step, value in zip(out.steps[1:], values, strict=True):
         running = [b for b, n in enumerate(left) if n]
-        assert worth == (len(running), [left[b] for b in running], pytest.approx([pace[b] for b in running]))
+        assert value == (len(running), [left[b] for b in running], pytest.approx([pace[b] for b in running]))
         pace = [have + (len(new) - have) / 16 for have, new in zip(pace, step.tokens, strict=True)]
         left = [0 if 96 in new else n - len(new) for n, new in zip(left, step.tokens, strict=True)]
     assert max(pace) > 1.1
-    worths.clear()
+    values.clear()
     prompts, limits = [[5, 5, 60], [60, 61, 5, 5], [5, 60, 60], [5, 5]], [40, 8, 40, 8]
     many = {"batch_size": 3, "max_new_tokens": limits, "do_sample": False, "eos_token_id": 96}
     list(specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many))
-    others_wait = [(rows, not remaining) for rows, remaining, _ in worths]
-    assert (3, True) in others_wait and (2, False) in others_wait and not {(3, False), (2, True)} & {*others_wait}
-    worths.clear()
+    queue_pending = [(rows, not remaining) for rows, remaining, _ in values]
+    assert (3, True) in queue_pending and (2, False) in queue_pending and not {(3, False), (2, True)} & {*queue_pending}
+    values.clear()
     many |= {"max_new_tokens": [60, 8, 16, 60], "eos_token_id": 97}  # the last prompt takes the row of the second
     texts = specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many)
-    shared = [worth for worth in worths if len(worth[1]) == 2]
+    shared = [value for value in values if len(value[1]) == 2]
     for _, remaining, pace in shared:
         assert pace == pytest.approx([pace_after(texts[i], 60 - n) for i, n in zip((0, 3), remaining, strict=True)])
-    assert len(shared) > 2 and shared[0][2][0] > 1
+    assert len(shared) > 2 and max(max(pace) for _, _, pace in shared) > 1
 
 
 def pace_after(text, tokens):
@@ -261,16 +243,13 @@ def test_a_drafter_that_must_see_every_step_is_refused():
         AutoDrafter(specheads.NGram())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
+def test_what_is_no_head_is_refused_in_the_place_of_one():
+    for wrong, error, message in [
         (PromptLookup(), ValueError, r"by their probabilities, and PromptLookup has none; leave it out"),
         (AutoDrafter(), ValueError, r"by their probabilities, and AutoDrafter has none; leave it out"),
         (PromptLookup, TypeError, r"head=PromptLookup is the class of a drafter; give one of its objects"),
         ("lookup", TypeError, "head=str cannot propose trees"),
         (torch.nn.Linear(1, 1), TypeError, r"head=Linear cannot .*, give DraftModel\(it\)$"),
-    ],
-)
-def test_what_is_no_head_is_refused_in_the_place_of_one(wrong, error, message):
-    with pytest.raises(error, match=message):
-        AutoDrafter(wrong)
+    ]:
+        with pytest.raises(error, match=message):
+            AutoDrafter(wrong)

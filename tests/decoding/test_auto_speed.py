@@ -77,11 +77,11 @@ def plain_ms():
     return ms_per_token(repetitive_model("Llama"), None, table(100.0), **RANDOM_TEXT)
 
 
-@pytest.mark.parametrize("costs", [FREE, table(0.5, 0.5), DEAR], ids=["free", "middling", "dear"])
-def test_it_is_hardly_slower_than_plain_decoding_where_drafts_are_wrong(costs, plain_ms):
-    torch.manual_seed(1)
-    model = specheads.convert(repetitive_model("Llama"), "eagle3")
-    assert ms_per_token(model.base, model.head, costs, **RANDOM_TEXT) < 1.06 * plain_ms
+def test_it_is_hardly_slower_than_plain_decoding_where_drafts_are_wrong(plain_ms):
+    for costs in [FREE, table(0.5, 0.5), DEAR]:
+        torch.manual_seed(1)
+        model = specheads.convert(repetitive_model("Llama"), "eagle3")
+        assert ms_per_token(model.base, model.head, costs, **RANDOM_TEXT) < 1.06 * plain_ms
 
 
 def test_it_is_faster_where_copies_are_right(heads):
@@ -130,14 +130,14 @@ def test_a_head_that_did_not_pay_is_tried_again_and_used_once_it_does():
     assert len(late) >= 5 and len(late) * 3 < 100, "several tokens a step once it is right"
 
 
-@pytest.mark.parametrize(("read_ms", "tried"), [(0.01, True), (1.0, False)])
-def test_a_head_that_promises_nothing_is_tried_once_reading_the_prompt_is_a_small_share(read_ms, tried):
+def test_a_head_that_promises_nothing_is_tried_once_reading_the_prompt_is_a_small_share():
     """2 % of 150 steps of 4 ms are 12 ms: enough to read 100 positions at 0.01 ms each, not at 1 ms."""
-    prompt = padded([[5 + i % 80 for i in range(100)]])
-    verify, flat = {64: Curve(((1, 4.0), (64, 100.0)))}, Curve(((1, 0.0),))
-    read = Curve(((1, read_ms), (64, 64 * read_ms)))
-    head = Sometimes([], 10**9)
-    options = {**OPTIONS, **RANDOM_TEXT, "max_new_tokens": 150, "eos_token_id": 97}
-    costs = CostTable(None, {1: StepCosts(1, verify, flat, flat, read, Curve(((1, 0.5),)))}, ((0.02,),))
-    specheads.generate(repetitive_model("Llama"), **prompt, **options, draft=AutoDrafter(head, costs))
-    assert bool(head.steps) == tried
+    for read_ms, tried in [(0.01, True), (1.0, False)]:
+        prompt = padded([[5 + i % 80 for i in range(100)]])
+        verify, flat = {64: Curve(((1, 4.0), (64, 100.0)))}, Curve(((1, 0.0),))
+        read = Curve(((1, read_ms), (64, 64 * read_ms)))
+        head = Sometimes([], 10**9)
+        options = {**OPTIONS, **RANDOM_TEXT, "max_new_tokens": 150, "eos_token_id": 97}
+        costs = CostTable(None, {1: StepCosts(1, verify, flat, flat, read, Curve(((1, 0.5),)))}, ((0.02,),))
+        specheads.generate(repetitive_model("Llama"), **prompt, **options, draft=AutoDrafter(head, costs))
+        assert bool(head.steps) == tried

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads.decoding.acceptance import Acceptance, Block, Exact, Traversal, Verdict, walk
-from specheads.decoding.acceptance.paths import path_to
+from specheads.decoding.acceptance.rule import path_to
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
@@ -56,11 +56,9 @@ def error(rule, case, tables, **options):
 # --- Lossless ---
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("case", CHAINS)
-@pytest.mark.parametrize("rule", [Block(), Traversal()], ids=repr)
-def test_a_sampled_chain_has_the_targets_distribution(rule, case, drafts):
-    assert error(rule, CHAINS[case], DRAFTS[drafts](CHAINS[case][1])) < 1e-12
+def test_a_sampled_chain_has_the_targets_distribution():
+    for drafts, case, rule in itertools.product(DRAFTS, CHAINS, [Block(), Traversal()]):
+        assert error(rule, CHAINS[case], DRAFTS[drafts](CHAINS[case][1])) < 1e-12
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
@@ -70,27 +68,27 @@ def test_a_sampled_tree_has_the_targets_distribution(case, drafts):
     assert error(Traversal(), TREES[case], DRAFTS[drafts](TREES[case][1])) < 1e-12
 
 
-@pytest.mark.parametrize("rule", [Block(), Traversal()], ids=repr)
-@pytest.mark.parametrize(
-    "plan",
-    [chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((1,))],
-    ids=repr,
-)
-def test_whole_decoding_has_the_targets_joint_distribution(plan, rule):
+def test_whole_decoding_has_the_targets_joint_distribution():
     """Through decode(), step after step; a point mass is walked."""
-    target, draft = Table(2, 3), Table(2, 4)
-    probs = output_probs(target, draft, plan, [PROMPT], 3, accept=rule)
-    assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
+    for rule, plan in itertools.product(
+        [Block(), Traversal()],
+        [chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((1,))],
+    ):
+        target, draft = Table(2, 3), Table(2, 4)
+        probs = output_probs(target, draft, plan, [PROMPT], 3, accept=rule)
+        assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("rule", "plan"), [(Block(), SampledTree((1,))), (Traversal(), SampledTree((1,))), (Traversal(), SampledTree((2,)))]
-)
-def test_each_row_of_a_batch_has_its_own_distribution(rule, plan):
-    target, draft = Table(2, 5), Table(2, 6)
-    prompts = [(1,), (0, 1, 1)]
-    probs = output_probs(target, draft, plan, prompts, 2, accept=rule)
-    assert distance(probs, true_probs(target, prompts, 2)) < 1e-12
+def test_each_row_of_a_batch_has_its_own_distribution():
+    for rule, plan in [
+        (Block(), SampledTree((1,))),
+        (Traversal(), SampledTree((1,))),
+        (Traversal(), SampledTree((2,))),
+    ]:
+        target, draft = Table(2, 5), Table(2, 6)
+        prompts = [(1,), (0, 1, 1)]
+        probs = output_probs(target, draft, plan, prompts, 2, accept=rule)
+        assert distance(probs, true_probs(target, prompts, 2)) < 1e-12
 
 
 def test_rows_that_go_separate_ways_through_unlike_trees_keep_their_distributions():
@@ -137,15 +135,16 @@ class Echoed(Table):
         return scores if len(prefix) < 2 else Echo()(torch.tensor([prefix]), scores)[0]
 
 
-@pytest.mark.parametrize(
-    ("rule", "plan"),
-    [(Block(), SampledTree((1, 1))), (Traversal(), SampledTree((1, 1))), (Traversal(), SampledTree((2, 1)))],
-)
-def test_a_processor_that_depends_on_the_prefix_sees_each_nodes_own(rule, plan):
-    target = Table(3, 1)
-    probs = step_probs(target, Table(3, 2), plan, rule, PROMPT, processors=LogitsProcessorList([Echo()]))
-    wanted = Echoed(3, 1)
-    assert distance(extend_outcomes(probs, wanted, PROMPT, 3), wanted.joint(PROMPT, 3)) < 1e-12
+def test_a_processor_that_depends_on_the_prefix_sees_each_nodes_own():
+    for rule, plan in [
+        (Block(), SampledTree((1, 1))),
+        (Traversal(), SampledTree((1, 1))),
+        (Traversal(), SampledTree((2, 1))),
+    ]:
+        target = Table(3, 1)
+        probs = step_probs(target, Table(3, 2), plan, rule, PROMPT, processors=LogitsProcessorList([Echo()]))
+        wanted = Echoed(3, 1)
+        assert distance(extend_outcomes(probs, wanted, PROMPT, 3), wanted.joint(PROMPT, 3)) < 1e-12
 
 
 # --- The enumeration notices a broken rule ---
@@ -199,18 +198,15 @@ def test_the_rule_written_twice_agrees(case, drafts):
     assert distance(*both) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("broken", "case"),
-    [
+def test_enumeration_notices_a_broken_rule():
+    for broken, case in [
         (Recursive(subtract_q=False), CHAINS["1 of 4"]),
         (Recursive(subtract_q=False), TREES["2 children of 3"]),
         (Recursive(rescale=False), CHAINS["2 of 3"]),
         (Recursive(rescale=False), TREES["2 children, one below each"]),
         (Recursive(drop_x=False), TREES["2 children of 3"]),
-    ],
-)
-def test_enumeration_notices_a_broken_rule(broken, case):
-    assert error(broken, case, DRAFTS["unlike"](case[1])) > 1e-3
+    ]:
+        assert error(broken, case, DRAFTS["unlike"](case[1])) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["block.stop_prob", "traversal.stop_norm"])
@@ -266,15 +262,14 @@ def closed_form(target, draft, length, vocab_size, *, block):
     return mean
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("length", "vocab_size"), [(2, 3), (3, 2)])
-def test_block_accepts_its_closed_form_and_more_than_token_by_token(seed, length, vocab_size):
-    target, draft = Table(vocab_size, seed), Table(vocab_size, seed + 50)
-    plan = SampledTree((1,) * length)
-    block, token = (mean_accepted(step_probs(target, draft, plan, rule, PROMPT)) for rule in (Block(), Exact()))
-    assert block == pytest.approx(closed_form(target, draft, length, vocab_size, block=True), abs=1e-12)
-    assert token == pytest.approx(closed_form(target, draft, length, vocab_size, block=False), abs=1e-12)
-    assert block > token + 1e-4
+def test_block_accepts_its_closed_form_and_more_than_token_by_token():
+    for seed, (length, vocab_size) in itertools.product(range(4), [(2, 3), (3, 2)]):
+        target, draft = Table(vocab_size, seed), Table(vocab_size, seed + 50)
+        plan = SampledTree((1,) * length)
+        block, token = (mean_accepted(step_probs(target, draft, plan, rule, PROMPT)) for rule in (Block(), Exact()))
+        assert block == pytest.approx(closed_form(target, draft, length, vocab_size, block=True), abs=1e-12)
+        assert token == pytest.approx(closed_form(target, draft, length, vocab_size, block=False), abs=1e-12)
+        assert block > token + 1e-4
 
 
 class Constant(Table):
@@ -295,44 +290,42 @@ def test_the_papers_example_accepts_11_ninths_in_place_of_10():
     assert mean_accepted(step_probs(target, draft, plan, Block(), PROMPT)) == pytest.approx(11 / 9, abs=1e-12)
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("case", CHAINS)
-def test_traversal_of_a_chain_is_block(case, drafts):
-    plan, vocab_size = CHAINS[case]
-    tables = DRAFTS[drafts](vocab_size)
-    assert distance(*(step_probs(*tables, plan, rule, PROMPT) for rule in (Traversal(), Block()))) < 1e-12
+def test_traversal_of_a_chain_is_block():
+    for drafts, case in itertools.product(DRAFTS, CHAINS):
+        plan, vocab_size = CHAINS[case]
+        tables = DRAFTS[drafts](vocab_size)
+        assert distance(*(step_probs(*tables, plan, rule, PROMPT) for rule in (Traversal(), Block()))) < 1e-12
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    ("plan", "vocab_size"), [(SampledTree((2,)), 3), (SampledTree((1, 2)), 3), (SampledTree((2, 1)), 2)], ids=repr
-)
-def test_traversal_accepts_as_much_as_token_by_token_at_least(plan, vocab_size, seed):
-    tables = Table(vocab_size, seed), Table(vocab_size, seed + 50)
-    means = [mean_accepted(step_probs(*tables, plan, rule, PROMPT)) for rule in (Traversal(), Exact())]
-    # On one level both are the same test; deeper, Traversal gains.
-    assert means[0] > means[1] + 1e-4 if plan.depth > 1 else means[0] == pytest.approx(means[1], abs=1e-12)
+def test_traversal_accepts_as_much_as_token_by_token_at_least():
+    for seed, (plan, vocab_size) in itertools.product(
+        range(2), [(SampledTree((2,)), 3), (SampledTree((1, 2)), 3), (SampledTree((2, 1)), 2)]
+    ):
+        tables = Table(vocab_size, seed), Table(vocab_size, seed + 50)
+        means = [mean_accepted(step_probs(*tables, plan, rule, PROMPT)) for rule in (Traversal(), Exact())]
+        # On one level both are the same test; deeper, Traversal gains.
+        assert means[0] > means[1] + 1e-4 if plan.depth > 1 else means[0] == pytest.approx(means[1], abs=1e-12)
 
 
 # --- Temperature 0, and what is refused ---
 
 
-@pytest.mark.parametrize(("rule", "plan"), [(Block(), SampledTree((1, 1, 1))), (Traversal(), SampledTree((3, 2, 1)))])
-def test_at_temperature_0_the_path_is_the_one_exact_keeps(rule, plan):
-    accepted = 0
-    for seed in range(20):
-        target, draft = Table(5, seed, scale=3), Table(5, seed if seed % 4 else seed + 50, scale=3)
-        context = SimpleNamespace(history=[[0, 1], [3]], root=torch.tensor([1, 3]))
-        tree = TableDrafter(draft).propose(context, Sampler(do_sample=True, generator=torch.Generator()), plan)
-        verifier = TableTarget(target)
-        verifier.rows = [[0], []]
-        logits = verifier.verify(tree).logits
-        own, exact = (walk(tree, logits, each, Sampler()) for each in (rule, Exact()))
-        assert own.length.tolist() == exact.length.tolist() and own.bonus.tolist() == exact.bonus.tolist()
-        for row, length in enumerate(own.length.tolist()):
-            assert own.path[row, :length].tolist() == exact.path[row, :length].tolist()
-            accepted += length - 1
-    assert accepted > 20
+def test_at_temperature_0_the_path_is_the_one_exact_keeps():
+    for rule, plan in [(Block(), SampledTree((1, 1, 1))), (Traversal(), SampledTree((3, 2, 1)))]:
+        accepted = 0
+        for seed in range(20):
+            target, draft = Table(5, seed, scale=3), Table(5, seed if seed % 4 else seed + 50, scale=3)
+            context = SimpleNamespace(history=[[0, 1], [3]], root=torch.tensor([1, 3]))
+            tree = TableDrafter(draft).propose(context, Sampler(do_sample=True, generator=torch.Generator()), plan)
+            verifier = TableTarget(target)
+            verifier.rows = [[0], []]
+            logits = verifier.verify(tree).logits
+            own, exact = (walk(tree, logits, each, Sampler()) for each in (rule, Exact()))
+            assert own.length.tolist() == exact.length.tolist() and own.bonus.tolist() == exact.bonus.tolist()
+            for row, length in enumerate(own.length.tolist()):
+                assert own.path[row, :length].tolist() == exact.path[row, :length].tolist()
+                accepted += length - 1
+        assert accepted > 20
 
 
 def test_block_refuses_a_sampled_tree_that_branches():

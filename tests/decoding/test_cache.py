@@ -7,7 +7,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 from specheads import Target, UnsupportedModel
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify import cache
-from specheads.decoding.verify.cache import Reach, TreeCache, visible
+from specheads.decoding.verify.cache import TreeCache
+from specheads.decoding.verify.masks import Reach, visible
 from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama
 
@@ -192,31 +193,27 @@ def test_capacity_errors_say_what_does_not_fit():
         small.load_prompt(torch.tensor([5]), 5)
 
 
-@pytest.mark.parametrize(
-    ("reach", "slots"),
-    [
+def test_reach_is_measured_by_position_not_by_slot():
+    """Four nodes, then five committed tokens; the root at position 5, children at 6, a grandchild at 7."""
+    for reach, slots in [
         (Reach(), [0, 2, 3, 4, 5, 6, 7, 8]),
         (Reach("sliding", 4), [0, 2, 3, 8]),
         (Reach("sliding", 2), [2, 3]),
         (Reach("chunked", 4), [0, 2, 3, 8]),
         (Reach("chunked", 6), [2, 3]),
-    ],
-    ids=str,
-)
-def test_reach_is_measured_by_position_not_by_slot(reach, slots):
-    """Four nodes, then five committed tokens; the root at position 5, children at 6, a grandchild at 7."""
-    tree = DraftTree(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]]), 2)
-    mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 4 + 8, reach)
-    assert mask[0, 3].nonzero().flatten().tolist() == slots
+    ]:
+        tree = DraftTree(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]]), 2)
+        mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 4 + 8, reach)
+        assert mask[0, 3].nonzero().flatten().tolist() == slots
 
 
-@pytest.mark.parametrize("family", ["Zamba2", "Nemotron-H"])
-def test_how_states_continue_is_found_anew_in_another_dtype(family):
+def test_how_states_continue_is_found_anew_in_another_dtype():
     """Where rounding is coarse, two ways of a layer look the same."""
-    base = build(*RECURRENT[family]).bfloat16()
-    coarse = [one.one_by_one for one in Target(base).recurrent]
-    base.float()
-    assert [one.one_by_one for one in Target(base).recurrent] == [
-        one.one_by_one for one in Target(build(*RECURRENT[family])).recurrent
-    ]
-    assert coarse == [one.one_by_one for one in Target(base.bfloat16()).recurrent]
+    for family in ["Zamba2", "Nemotron-H"]:
+        base = build(*RECURRENT[family]).bfloat16()
+        coarse = [one.one_by_one for one in Target(base).recurrent]
+        base.float()
+        assert [one.one_by_one for one in Target(base).recurrent] == [
+            one.one_by_one for one in Target(build(*RECURRENT[family])).recurrent
+        ]
+        assert coarse == [one.one_by_one for one in Target(base.bfloat16()).recurrent]

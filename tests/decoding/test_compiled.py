@@ -20,8 +20,7 @@ from specheads import (
     convert,
     generate_many,
 )  # fmt: skip
-from specheads.decoding.acceptance import RULES
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance import RULES, rule_named
 from specheads.decoding.compiled import StepCompiler, compiled_steps
 from specheads.decoding.verify.causal import Target
 from tests.reference.slow_heads import KINDS

@@ -8,9 +8,9 @@ import torch
 
 from specheads import SampledTree, chain, convert
 from specheads.decoding.compiled import compiled_steps
-from specheads.decoding.drafters import AutoDrafter, auto
+from specheads.decoding.drafters import AutoDrafter
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts, step_planner
-from specheads.decoding.planner.by_cost.choice import Choice
+from specheads.decoding.planner.by_cost.step_planner import Choice
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
@@ -49,30 +49,26 @@ def test_a_step_that_drafts_nothing_is_one_graph():
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=("three rows", "one"))
 def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, monkeypatch):
     monkeypatch.setattr(step_planner, "choose", fickle)
-    fickle.calls, shapes = 0, []
+    fickle.calls = 0
     model = convert(build(*RECURRENT["LFM2"]), "eagle3")
     model.base.generation_config.eos_token_id = None
-    make_menu = auto.make_menu
-    monkeypatch.setattr(
-        auto, "make_menu", lambda *args, **kw: [menu := make_menu(*args, **kw), shapes.extend(menu.shapes)][0]
-    )
     drafter, options = AutoDrafter(model.head, HEAD_IS_CHEAP), {"max_new_tokens": 20, "do_sample": False}
     without, compiled = texts_of(model, padded(prompts), draft=drafter, **options)
     assert compiled == without == model.generate(**padded(prompts), **options, draft=False).tolist()
-    assert shapes and all(shape.is_chain for shape in shapes)
     steps = compiled_steps(model.base, "eager")
     assert steps.failure is None and not steps.failures and len(steps) > 2
 
 
-def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
-    """A choice that changes at each step: nothing, the longest copies, or one of the head's shapes, beside copies."""
-    if not menu.shapes:
-        return Choice(None, 1, (False,) * len(copy_gains), len(copy_gains), 9.0)
+def fickle(candidates, head_gains, copy_gains, step_ms, draft_ms, value):
+    """A choice that changes at each step: nothing, the longest copies, or one of the head's chains, beside copies."""
+    rows = len(copy_gains)
+    if not candidates.chains:
+        return Choice(0, 1, (False,) * rows, rows, 9.0)
     fickle.calls += 1
-    rows, shape = len(copy_gains), menu.shapes[fickle.calls // 4 % len(menu.shapes)]
+    depth = candidates.chains[fickle.calls // 4 % len(candidates.chains)]
     if (kind := fickle.calls % 4) < 2:
-        return Choice(None, menu.sizes[-1] if kind else 1, (bool(kind),) * rows, rows, 1.0)
-    return Choice(shape, shape.nodes, tuple(rows > 1 and (b + fickle.calls) % 3 == 0 for b in range(rows)), rows, 1.0)
+        return Choice(0, candidates.sizes[-1] if kind else 1, (bool(kind),) * rows, rows, 1.0)
+    return Choice(depth, 1 + depth, tuple(rows > 1 and (b + fickle.calls) % 3 == 0 for b in range(rows)), rows, 1.0)
 
 
 @pytest.mark.slow

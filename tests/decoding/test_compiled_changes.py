@@ -15,8 +15,7 @@ import transformers.models.llama.modeling_llama as llama
 from torch import nn
 
 from specheads.decoding.compiled import compiled_steps
-from specheads.decoding.compiled.keys import torch_settings
-from specheads.decoding.compiled.module_state import module_state
+from specheads.decoding.compiled.keys import module_state, torch_settings
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import tiny_llama

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from specheads import DraftModel, NGram, PromptLookup, SampledTree, chain, comb
 from specheads.decoding.compiled import compiled_steps
-from specheads.decoding.compiled.module_state import module_state
+from specheads.decoding.compiled.keys import module_state
 from specheads.decoding.verify.cache import static_size
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401

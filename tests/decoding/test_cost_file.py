@@ -1,11 +1,12 @@
 """The file that step costs are kept in, the costs that ship, and what a table says of a shape."""
 
+import itertools
 import json
 
 import pytest
 
 from specheads.decoding.planner.by_cost import CostKey, CostTable, Curve, StepCosts, shipped_costs
-from specheads.decoding.planner.by_cost.shapes import make_menu
+from specheads.decoding.planner.by_cost.candidates import make_candidates
 from specheads.models.costs import _loaded
 from tests.support.auto_costs import RANKS, costs
 
@@ -55,12 +56,11 @@ def test_costs_of_other_versions_are_used_with_one_line_that_says_so(tmp_path, c
     assert CostTable.load(path) == table and len(caplog.messages) == 1  # of any version
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_curves_are_shipped_for_every_device(device, compiled):
-    shipped = shipped_costs(device, compiled=compiled).for_rows(1)
-    assert 1.2 * shipped.step(1, 1, 128) > shipped.step(1, 1, 64)
-    assert make_menu(shipped, 1, RANKS, 5, head=True, compiled=compiled).shapes
+def test_curves_are_shipped_for_every_device():
+    for compiled, device in itertools.product([False, True], ["cpu", "cuda", "mps"]):
+        shipped = shipped_costs(device, compiled=compiled).for_rows(1)
+        assert 1.2 * shipped.step(1, 1, 128) > shipped.step(1, 1, 64)
+        assert make_candidates(shipped, 1, 5, head=True, compiled=compiled).chains
 
 
 def test_a_shape_that_was_timed_as_a_whole_costs_what_it_took(tmp_path):

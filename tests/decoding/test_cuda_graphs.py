@@ -9,7 +9,7 @@ from torch import nn
 
 from specheads import DraftModel, chain, comb
 from specheads.decoding.compiled import cuda_graphs, graphs
-from specheads.decoding.compiled.cuda_graphs import MOST_CAPTURES, CudaGraph
+from specheads.decoding.compiled.cuda_graphs import MAX_CAPTURES, CudaGraph
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
 from tests.support.prompts import PROMPTS, padded
@@ -75,15 +75,15 @@ def test_a_cache_at_another_address_is_captured_anew_and_the_last_captures_are_k
         cache += row
         return [cache.sum()]
 
-    graph, caches = CudaGraph(function, None), [marked(torch.zeros(3)) for _ in range(MOST_CAPTURES + 1)]
+    graph, caches = CudaGraph(function, None), [marked(torch.zeros(3)) for _ in range(MAX_CAPTURES + 1)]
     totals = [0.0] * len(caches)
     graph(marked(torch.zeros(3)), torch.ones(3))
-    order = [*range(MOST_CAPTURES), 0, MOST_CAPTURES, 0, 1]  # 1 was used longest ago when the last place came
+    order = [*range(MAX_CAPTURES), 0, MAX_CAPTURES, 0, 1]  # 1 was used longest ago when the last place came
     for step, which in enumerate(order):
         totals[which] += 3 * step
         assert graph(caches[which], torch.full((3,), float(step)))[0] == totals[which]
-    assert captured["captured"] == MOST_CAPTURES + 2
-    assert len(graph.captures) == MOST_CAPTURES
+    assert captured["captured"] == MAX_CAPTURES + 2
+    assert len(graph.captures) == MAX_CAPTURES
 
 
 def test_what_cuda_cannot_capture_runs_without_a_graph_after_one_warning(monkeypatch, caplog):

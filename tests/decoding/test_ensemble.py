@@ -56,28 +56,30 @@ def test_a_drawn_token_has_the_distribution_of_the_mixture():
         assert distance(first, {(i,): chance for i, chance in enumerate(v.tolist())}) < 1e-12
 
 
-@pytest.mark.parametrize("plan", [chain(1), SampledTree((1,)), SampledTree((2,))], ids=repr)
-def test_the_token_after_a_whole_draft_has_the_targets_distribution(plan):
-    target, draft = Table(4, 0), Table(4, 1)
-    whole = {k: chance for k, chance in step_probs(target, draft, plan, Ensemble(0.6), (1, 2)).items() if len(k) == 2}
-    assert whole
-    for token in {tokens[0] for tokens in whole}:
-        after = {tokens[1:]: chance for tokens, chance in whole.items() if tokens[0] == token}
-        p = target((1, 2, token)).softmax(-1).tolist()
-        assert distance(after, {(i,): sum(after.values()) * chance for i, chance in enumerate(p)}) < 1e-12
+def test_the_token_after_a_whole_draft_has_the_targets_distribution():
+    for plan in [chain(1), SampledTree((1,)), SampledTree((2,))]:
+        target, draft = Table(4, 0), Table(4, 1)
+        whole = {
+            k: chance for k, chance in step_probs(target, draft, plan, Ensemble(0.6), (1, 2)).items() if len(k) == 2
+        }
+        assert whole
+        for token in {tokens[0] for tokens in whole}:
+            after = {tokens[1:]: chance for tokens, chance in whole.items() if tokens[0] == token}
+            p = target((1, 2, token)).softmax(-1).tolist()
+            assert distance(after, {(i,): sum(after.values()) * chance for i, chance in enumerate(p)}) < 1e-12
 
 
-@pytest.mark.parametrize("plan", [chain(1), SampledTree((1,)), SampledTree((2,))], ids=repr)
-def test_what_a_processor_rules_out_for_the_target_is_not_emitted_whatever_the_draft_gives_it(plan):
-    target, draft = Table(4, 0), Table(4, 1)
-    processors = LogitsProcessorList([TopKLogitsWarper(2)])
-    p, q = (processors(None, table((1, 2)).unsqueeze(0))[0].softmax(-1) for table in (target, draft))
-    assert (q[p == 0] > 0).any()
-    v = (0.6 * p + 0.4 * q) * (p > 0)
-    first = {(token,): 0.0 for token in range(4)}
-    for tokens, chance in step_probs(target, draft, plan, Ensemble(0.6), (1, 2), processors=processors).items():
-        first[tokens[:1]] += chance
-    assert distance(first, {(i,): chance for i, chance in enumerate((v / v.sum()).tolist())}) < 1e-12
+def test_what_a_processor_rules_out_for_the_target_is_not_emitted_whatever_the_draft_gives_it():
+    for plan in [chain(1), SampledTree((1,)), SampledTree((2,))]:
+        target, draft = Table(4, 0), Table(4, 1)
+        processors = LogitsProcessorList([TopKLogitsWarper(2)])
+        p, q = (processors(None, table((1, 2)).unsqueeze(0))[0].softmax(-1) for table in (target, draft))
+        assert (q[p == 0] > 0).any()
+        v = (0.6 * p + 0.4 * q) * (p > 0)
+        first = {(token,): 0.0 for token in range(4)}
+        for tokens, chance in step_probs(target, draft, plan, Ensemble(0.6), (1, 2), processors=processors).items():
+            first[tokens[:1]] += chance
+        assert distance(first, {(i,): chance for i, chance in enumerate((v / v.sum()).tolist())}) < 1e-12
 
 
 def test_weight_1_is_lossless_and_weights_outside_are_refused():

@@ -5,14 +5,15 @@ accept deeply and by different lengths in each row, which untrained heads never 
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
 import transformers
 
 from specheads import DynamicTree, Target, UnsupportedModel, convert, generate
-from specheads.decoding.verify.arguments import cache_argument
 from specheads.decoding.verify.hf_base import has_state, logits_of
+from specheads.decoding.verify.model_inputs import cache_argument
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from tests.support.families import (
@@ -132,33 +133,31 @@ def hidden_states(base, passes, layers):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
-def test_families_whose_positions_depend_on_the_length_match_greedy(name):
-    base, inputs = build(*LENGTH_DEPENDENT[name]), ragged_prompts()
-    skip_where_transformers_loses_the_cache(base, BOUNDARY)
-    sequences, texts = greedy(base, inputs)
-    for draft, tree in (
-        (False, None), (convert(base, "eagle3").head, None),
-        (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)), (KnowingDrafter(texts), None),
-    ):  # fmt: skip
-        out = convert(base, "medusa").generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=draft, tree=tree)
-        assert torch.equal(out, sequences), f"{draft} strays from greedy"
+def test_families_whose_positions_depend_on_the_length_match_greedy():
+    for name in LENGTH_DEPENDENT:
+        base, inputs = build(*LENGTH_DEPENDENT[name]), ragged_prompts()
+        skip_where_transformers_loses_the_cache(base, BOUNDARY)
+        sequences, texts = greedy(base, inputs)
+        for draft, tree in (
+            (False, None), (convert(base, "eagle3").head, None),
+            (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)), (KnowingDrafter(texts), None),
+        ):  # fmt: skip
+            out = convert(base, "medusa").generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, draft=draft, tree=tree
+            )
+            assert torch.equal(out, sequences), f"{draft} strays from greedy"
 
 
 @torch.no_grad()
 @pytest.mark.sampled(5)
-def test_logits_of_is_right_for_every_family(family):
-    base, inputs, _, _ = family
-    out = base(**inputs, output_hidden_states=True)
-    torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.sampled(5)
-def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
-    base = family[0]
+@pytest.mark.parametrize("name", ALL)
+def test_the_layers_the_final_norm_and_the_logits_of_every_family_are_found(name):
+    base = build(*ALL[name])
     layers = decoder_layers(base)
     assert layers is not None and len(layers) == text_layers(base)
     assert final_norm(base) is not None
+    out = base(**ragged_prompts(), output_hidden_states=True)
+    torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_start_from_the_language_layers_of_a_model_with_a_vision_tower():
@@ -221,47 +220,48 @@ def test_a_window_the_model_does_not_look_through_is_ignored():
     assert torch.equal(drafted, sequences)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
-def test_trees_stay_inside_a_learned_position_table(name):
-    config, options = FAMILIES[name]
-    base, inputs = build(config, {**options, "max_position_embeddings": max(LENGTHS) + NEW}), ragged_prompts()
-    sequences, texts = greedy(base, inputs)
-    drafted = convert(base, "medusa").generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
-    )
-    assert torch.equal(drafted, sequences)
+def test_trees_stay_inside_a_learned_position_table():
+    for name in ["GPT-2", "OPT"]:
+        config, options = FAMILIES[name]
+        base, inputs = build(config, {**options, "max_position_embeddings": max(LENGTHS) + NEW}), ragged_prompts()
+        sequences, texts = greedy(base, inputs)
+        drafted = convert(base, "medusa").generate(
+            **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+        )
+        assert torch.equal(drafted, sequences)
 
 
-@pytest.mark.parametrize("layers", [(0, 2, 4), (4, 0), (1, 2)])
-def test_features_do_not_depend_on_which_layers_are_kept(layers):
-    base = build(*FAMILIES["Llama"])
-    ids, lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
-    with torch.no_grad():
-        every = base(ids, output_hidden_states=True).hidden_states
-    features = Target(base, layers=layers).prefill(ids, lengths, room=1).features
-    assert torch.equal(features, torch.cat([every[k] for k in layers], dim=-1))
+def test_features_do_not_depend_on_which_layers_are_kept():
+    for layers in [(0, 2, 4), (4, 0), (1, 2)]:
+        base = build(*FAMILIES["Llama"])
+        ids, lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
+        with torch.no_grad():
+            every = base(ids, output_hidden_states=True).hidden_states
+        features = Target(base, layers=layers).prefill(ids, lengths, room=1).features
+        assert torch.equal(features, torch.cat([every[k] for k in layers], dim=-1))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3"])
-@pytest.mark.parametrize(
-    ("base_dtype", "head_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
-)
-def test_head_of_another_dtype_generates_and_trains(kind, base_dtype, head_dtype):
-    base = build(*FAMILIES["Llama"]).to(base_dtype)
-    model = convert(base, kind, dtype=head_dtype)
-    inputs = ragged_prompts()
-    if base_dtype == torch.float32:  # in bfloat16 a block of tokens may round apart from one token at a time
-        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), greedy(base, inputs)[0][:, :25])
-    else:
-        assert model.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (3, max(LENGTHS) + 8)
-    model.train()
-    before = {name: parameter.detach().clone() for name, parameter in model.head.named_parameters()}
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=1.0)
-    out = model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100))
-    out.loss.backward()
-    optimizer.step()
-    assert torch.isfinite(out.loss)
-    assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())
+def test_head_of_another_dtype_generates_and_trains():
+    for kind, (base_dtype, head_dtype) in itertools.product(
+        ["medusa", "hydra", "eagle", "eagle3"], [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+    ):
+        base = build(*FAMILIES["Llama"]).to(base_dtype)
+        model = convert(base, kind, dtype=head_dtype)
+        inputs = ragged_prompts()
+        if base_dtype == torch.float32:  # in bfloat16 a block of tokens may round apart from one token at a time
+            assert torch.equal(
+                model.generate(**inputs, max_new_tokens=8, do_sample=False), greedy(base, inputs)[0][:, :25]
+            )
+        else:
+            assert model.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (3, max(LENGTHS) + 8)
+        model.train()
+        before = {name: parameter.detach().clone() for name, parameter in model.head.named_parameters()}
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=1.0)
+        out = model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100))
+        out.loss.backward()
+        optimizer.step()
+        assert torch.isfinite(out.loss)
+        assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())
 
 
 def test_a_recurrent_module_that_was_replaced_is_found_again():

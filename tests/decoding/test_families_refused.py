@@ -25,21 +25,18 @@ def moshi():
     return transformers.MoshiForCausalLM(transformers.MoshiConfig(**sizes)).eval()
 
 
-@pytest.mark.parametrize(
-    ("make", "why", "others"),
-    [
+def test_a_base_whose_layers_need_their_model_has_no_mtp_head_and_is_told_what_to_take():
+    for make, why, others in [
         (beam, "layer 3 of beam .*'full_attention'.*'eagle3'.*sliding_attention", {"mtp": {"layer_indices": (0,)}}),
         (moshi, "layer 3 of moshi does not work outside its model .*use_flexible_linear.*'eagle3'", {}),
-    ],
-)
-def test_a_base_whose_layers_need_their_model_has_no_mtp_head_and_is_told_what_to_take(make, why, others):
-    base = make()
-    with pytest.raises(UnsupportedModel, match=why) as refused:
-        convert(base, "mtp")
-    assert "\n" not in str(refused.value)
-    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
-    for kind, options in {"eagle3": {}, **others}.items():
-        assert torch.equal(convert(base, kind, **options).generate(**given, draft=True), base.generate(**given))
+    ]:
+        base = make()
+        with pytest.raises(UnsupportedModel, match=why) as refused:
+            convert(base, "mtp")
+        assert "\n" not in str(refused.value)
+        given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
+        for kind, options in {"eagle3": {}, **others}.items():
+            assert torch.equal(convert(base, kind, **options).generate(**given, draft=True), base.generate(**given))
 
 
 def test_a_base_with_several_streams_of_hidden_states_takes_copies_and_no_head():
@@ -56,9 +53,8 @@ def test_a_base_with_several_streams_of_hidden_states_takes_copies_and_no_head()
             convert(base, kind)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "reason"),
-    [
+def test_unsupported_families_are_refused_with_the_reason():
+    for config, options, reason in [
         ("GPTNeoConfig", {"attention_types": [[["global", "local"], 2]]}, "masks by cache slot .*global, local"),
         ("GPTNeoConfig", {"attention_types": [[["global"], 4]]}, "masks by cache slot"),
         ("BloomConfig", {}, "takes no position_ids"),
@@ -76,15 +72,12 @@ def test_a_base_with_several_streams_of_hidden_states_takes_copies_and_no_head()
         ("DoryConfig", {"recurrent_kv_cache_mode": "last_loop"}, "'last_loop' reads the keys of its last loop"),
         ("DeepseekV32Config", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
         ("GlmMoeDsaConfig", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_unsupported_families_are_refused_with_the_reason(config, options, reason):
-    base = build(config, options)
-    with pytest.raises(UnsupportedModel, match=reason):
-        convert(base, "medusa")
-    with pytest.raises(UnsupportedModel, match=reason):
-        Target(base)
+    ]:
+        base = build(config, options)
+        with pytest.raises(UnsupportedModel, match=reason):
+            convert(base, "medusa")
+        with pytest.raises(UnsupportedModel, match=reason):
+            Target(base)
 
 
 def test_sliding_layers_without_a_window_are_refused():
@@ -101,14 +94,14 @@ def test_encoder_decoders_are_refused():
         convert(base, "medusa")
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
-def test_other_attention_kernels_are_refused_with_the_fix(attention):
-    base = build(*FAMILIES["Llama"])
-    model = convert(base, "medusa")
-    base.config._attn_implementation_internal = attention
-    assert base.config._attn_implementation == attention
-    with pytest.raises(UnsupportedModel, match=rf"not '{attention}'; call base\.set_attn_implementation\('sdpa'\)"):
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+def test_other_attention_kernels_are_refused_with_the_fix():
+    for attention in ["flash_attention_2", "flex_attention"]:
+        base = build(*FAMILIES["Llama"])
+        model = convert(base, "medusa")
+        base.config._attn_implementation_internal = attention
+        assert base.config._attn_implementation == attention
+        with pytest.raises(UnsupportedModel, match=rf"not '{attention}'; call base\.set_attn_implementation\('sdpa'\)"):
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
 
 
 def test_scaling_by_cache_slot_is_refused_where_it_would_begin():
@@ -118,13 +111,13 @@ def test_scaling_by_cache_slot_is_refused_where_it_would_begin():
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=29)
 
 
-@pytest.mark.parametrize(
-    ("config", "options"), [("ModernBertDecoderConfig", {}), ("RobertaConfig", {"is_decoder": True})]
-)
-def test_eagle_is_refused_where_the_output_matrix_does_not_speak_alone(config, options):
+def test_eagle_is_refused_where_the_output_matrix_does_not_speak_alone():
     """These transform the last hidden state before the output matrix, which EAGLE-1 drafts through; other heads do
     not use it."""
-    base = build(config, options)
-    with pytest.raises(UnsupportedModel, match=r"between the last hidden state and the logits.*'eagle3' or 'medusa'"):
-        convert(base, "eagle")
-    assert convert(base, "eagle3").head.layers and convert(base, "medusa").head.layers
+    for config, options in [("ModernBertDecoderConfig", {}), ("RobertaConfig", {"is_decoder": True})]:
+        base = build(config, options)
+        with pytest.raises(
+            UnsupportedModel, match=r"between the last hidden state and the logits.*'eagle3' or 'medusa'"
+        ):
+            convert(base, "eagle")
+        assert convert(base, "eagle3").head.layers and convert(base, "medusa").head.layers

@@ -12,7 +12,7 @@ import specheads
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.tree.draft_logits import DraftLogits
 from specheads.decoding.verify.causal import Target
 from tests.reference.enumeration import (
@@ -38,23 +38,21 @@ NEVER = 1e-300  # a threshold that no divergence of unlike distributions is belo
 # --- The distribution of the output ---
 
 
-@pytest.mark.parametrize("scale", [0.2, 1.5])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("threshold", [0, NEVER])
-def test_rescue_at_threshold_0_has_the_distribution_of_exact(plan, threshold, scale):
+def test_rescue_at_threshold_0_has_the_distribution_of_exact():
     """0 itself takes Exact's path; the next number runs the whole rule and rescues nothing, however near p and q."""
-    rule = Fuzzy(threshold, mode="rescue")
-    assert rule.lossless == (threshold == 0) and rule.requires_draft_probs == (threshold > 0)
-    tables = [Table(2 if plan == "sampled" else 3, seed, scale=scale) for seed in (1, 2)]
-    both = [step_probs(*tables, PLANS[plan], accept, PROMPT) for accept in (rule, Exact())]
-    assert distance(*both) < 1e-12
+    for scale, plan, threshold in itertools.product([0.2, 1.5], PLANS, [0, NEVER]):
+        rule = Fuzzy(threshold, mode="rescue")
+        assert rule.lossless == (threshold == 0) and rule.requires_draft_probs == (threshold > 0)
+        tables = [Table(2 if plan == "sampled" else 3, seed, scale=scale) for seed in (1, 2)]
+        both = [step_probs(*tables, PLANS[plan], accept, PROMPT) for accept in (rule, Exact())]
+        assert distance(*both) < 1e-12
 
 
-@pytest.mark.parametrize("plan", [chain(2), SampledTree((1, 1))], ids=repr)
-def test_rescue_at_threshold_0_has_the_targets_joint_distribution(plan):
-    target = Table(2, 1)
-    probs = output_probs(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER, mode="rescue"))
-    assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
+def test_rescue_at_threshold_0_has_the_targets_joint_distribution():
+    for plan in [chain(2), SampledTree((1, 1))]:
+        target = Table(2, 1)
+        probs = output_probs(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER, mode="rescue"))
+        assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
 
 
 @pytest.mark.sampled(3)
@@ -74,12 +72,12 @@ def test_acceptance_grows_with_the_threshold(name, mode, plan):
     assert means[0] == pytest.approx(exact, abs=1e-12)
 
 
-@pytest.mark.parametrize("plan", [chain(2), STATIC, SampledTree((1, 1)), SampledTree((2,))], ids=repr)
-def test_where_no_distribution_is_near_each_token_is_drawn_from_p(plan):
+def test_where_no_distribution_is_near_each_token_is_drawn_from_p():
     """Divergence mode."""
-    target = Table(2, 1)
-    probs = output_probs(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER))
-    assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
+    for plan in [chain(2), STATIC, SampledTree((1, 1)), SampledTree((2,))]:
+        target = Table(2, 1)
+        probs = output_probs(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER))
+        assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
 
 
 class Published(Fuzzy):
@@ -92,17 +90,18 @@ class Published(Fuzzy):
         return target.p_at(node)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("threshold", [NEVER, 0.01, 0.05, 100])
-def test_a_step_begins_as_the_published_one_and_continues_from_a_drawn_token(threshold, plan):
-    tables = Table(2, 4, scale=0.8), Table(2, 5, scale=0.8)
-    own, theirs = (step_probs(*tables, PLANS[plan], rule(threshold), PROMPT) for rule in (Fuzzy, Published))
-    first = [{x: sum(p for tokens, p in probs.items() if tokens[0] == x) for x in range(2)} for probs in (own, theirs)]
-    assert distance(*first) < 1e-12
-    if threshold == 100:
-        assert distance(own, theirs) < 1e-12
-    else:
-        assert mean_accepted(own) > mean_accepted(theirs)
+def test_a_step_begins_as_the_published_one_and_continues_from_a_drawn_token():
+    for plan, threshold in itertools.product(PLANS, [NEVER, 0.01, 0.05, 100]):
+        tables = Table(2, 4, scale=0.8), Table(2, 5, scale=0.8)
+        own, theirs = (step_probs(*tables, PLANS[plan], rule(threshold), PROMPT) for rule in (Fuzzy, Published))
+        first = [
+            {x: sum(p for tokens, p in probs.items() if tokens[0] == x) for x in range(2)} for probs in (own, theirs)
+        ]
+        assert distance(*first) < 1e-12
+        if threshold == 100:
+            assert distance(own, theirs) < 1e-12
+        else:
+            assert mean_accepted(own) > mean_accepted(theirs)
 
 
 # --- Which nodes stand ---
@@ -153,21 +152,19 @@ def test_processed_compares_the_distributions_under_the_processors():
     assert walk(tree, logits, Fuzzy(0.01, processed=True), hot).length.tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("do_sample", [True, False])
-@pytest.mark.parametrize("temperature", [None, 2.0])
-@pytest.mark.parametrize("name", NAMES)
-def test_which_distributions_are_compared(name, temperature, do_sample):
+def test_which_distributions_are_compared():
     """The raw ones whatever the temperature is, and those under it where these are asked for."""
-    tables = Table(6, 1), Table(6, 2)
-    processors = LogitsProcessorList([] if temperature is None else [TemperatureLogitsWarper(temperature)])
-    sampler = Sampler(processors, do_sample=do_sample, generator=torch.Generator().manual_seed(0))
-    tree, logits = grown(*tables, chain(2), sampler, rows=[(0, 1)])
-    for processed in (False, True):
-        rule = Fuzzy(0.1, name, k=3, top_p=0.7, processed=processed)
-        target = TargetProbs(tree, logits, sampler)
-        scores = [table((0, 1)).unsqueeze(0) / ((temperature or 1) if processed else 1) for table in tables]
-        wanted = divergence(name, *(s.log_softmax(-1) for s in reversed(scores)), k=3, top_p=0.7)
-        torch.testing.assert_close(rule.distance(target)[:, 0], wanted)
+    for do_sample, temperature, name in itertools.product([True, False], [None, 2.0], NAMES):
+        tables = Table(6, 1), Table(6, 2)
+        processors = LogitsProcessorList([] if temperature is None else [TemperatureLogitsWarper(temperature)])
+        sampler = Sampler(processors, do_sample=do_sample, generator=torch.Generator().manual_seed(0))
+        tree, logits = grown(*tables, chain(2), sampler, rows=[(0, 1)])
+        for processed in (False, True):
+            rule = Fuzzy(0.1, name, k=3, top_p=0.7, processed=processed)
+            target = TargetProbs(tree, logits, sampler)
+            scores = [table((0, 1)).unsqueeze(0) / ((temperature or 1) if processed else 1) for table in tables]
+            wanted = divergence(name, *(s.log_softmax(-1) for s in reversed(scores)), k=3, top_p=0.7)
+            torch.testing.assert_close(rule.distance(target)[:, 0], wanted)
 
 
 def test_a_distance_at_the_threshold_is_near_and_is_no_reason_for_a_rescue():
@@ -202,14 +199,14 @@ def test_rescue_is_not_put_off_by_a_root_that_is_likely_to_come_again():
     assert walk(tree, logits, Fuzzy(0.1, mode="rescue"), Sampler()).length.tolist() == [2]
 
 
-@pytest.mark.parametrize("mode", ["divergence", "rescue"])
-def test_a_token_that_a_processor_rules_out_is_never_accepted(mode):
-    target, draft = Table(6, 1), Table(6, 2)
-    tree, logits = grown(target, draft, StaticTree(((0,), (1,))), Sampler())
-    banned = int(tree.tokens[0, 1])
-    sampler = Sampler(LogitsProcessorList([SuppressTokensLogitsProcessor([banned])]))
-    kept = walk(tree, logits, Fuzzy(100, mode=mode), sampler).path[0, 1]
-    assert int(tree.tokens[0, kept]) != banned
+def test_a_token_that_a_processor_rules_out_is_never_accepted():
+    for mode in ["divergence", "rescue"]:
+        target, draft = Table(6, 1), Table(6, 2)
+        tree, logits = grown(target, draft, StaticTree(((0,), (1,))), Sampler())
+        banned = int(tree.tokens[0, 1])
+        sampler = Sampler(LogitsProcessorList([SuppressTokensLogitsProcessor([banned])]))
+        kept = walk(tree, logits, Fuzzy(100, mode=mode), sampler).path[0, 1]
+        assert int(tree.tokens[0, kept]) != banned
 
 
 def test_random_is_a_uniform_number_under_the_threshold_even_when_greedy():
@@ -236,20 +233,18 @@ def test_a_seed_governs_random_at_temperature_0_too(base):
 # --- Drafters ---
 
 
-@pytest.mark.parametrize(
-    "head", [("medusa", {"num_heads": 2}), ("eagle3", {"draft_vocab_size": 50}), ("eagle", {}), ("parallel", {})]
-)
-def test_every_head_gives_its_probs(head):
-    torch.manual_seed(0)
-    model = convert(tiny_llama(eos_token_id=None), head[0], **head[1])
-    plan, taken = chain(2), []
-    for threshold in (0.05, 0.3, 1.0):
-        options = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
-        out = model.generate(**BATCHES["ragged"], **options, tree=plan, accept=Fuzzy(threshold))
-        assert out.lossless is False and out.statistics()["lossless"] is False
-        taken.append(out.statistics()["accepted_length"])
-    assert taken[-1] == 3  # JS is below 1 everywhere
-    assert taken[0] < 3
+def test_every_head_gives_its_probs():
+    for head in [("medusa", {"num_heads": 2}), ("eagle3", {"draft_vocab_size": 50}), ("eagle", {}), ("parallel", {})]:
+        torch.manual_seed(0)
+        model = convert(tiny_llama(eos_token_id=None), head[0], **head[1])
+        plan, taken = chain(2), []
+        for threshold in (0.05, 0.3, 1.0):
+            options = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
+            out = model.generate(**BATCHES["ragged"], **options, tree=plan, accept=Fuzzy(threshold))
+            assert out.lossless is False and out.statistics()["lossless"] is False
+            taken.append(out.statistics()["accepted_length"])
+        assert taken[-1] == 3  # JS is below 1 everywhere
+        assert taken[0] < 3
 
 
 @pytest.mark.parametrize("draft", ["lookup", "ngram", "maxgram", "auto"])
@@ -284,9 +279,8 @@ def test_plain_decoding_takes_a_fuzzy_rule_as_any_other(base):
 # --- Bad options ---
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_bad_options_are_refused_in_one_line():
+    for make, message in [
         (lambda: Fuzzy(-0.1), "threshold=-0.1 must be a divergence of 0 or more"),
         (lambda: Fuzzy(float("nan")), "threshold=nan must be"),
         (lambda: Fuzzy(0.1, "top_k_jss"), "unknown divergence 'top_k_jss'; did you mean 'top_k_js'?"),
@@ -294,9 +288,7 @@ def test_plain_decoding_takes_a_fuzzy_rule_as_any_other(base):
         (lambda: Fuzzy(0.1, k=0), "k=0 "),
         (lambda: Fuzzy(0.1, top_p=1.5), "top_p=1.5 "),
         (lambda: Fuzzy(0.1, warpers=("top_p",)), "warpers=('top_p',) must be names in one text"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(make, message):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        make()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    ]:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            make()
+        assert message in str(caught.value) and "\n" not in str(caught.value)

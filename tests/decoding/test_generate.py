@@ -1,5 +1,6 @@
 """generate()'s contract: every option means what it means in Hugging Face's own generate(), drafts or no drafts."""
 
+import itertools
 import re
 from functools import partial
 
@@ -117,9 +118,8 @@ def test_what_a_config_leaves_open_is_the_models_own():
                 specheads.generate(base, **inputs, draft="lookup", generation_config=config)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_does_not_combine_with_drafts_is_refused(model):
+    for options, message in [
         ({"num_beams": 2}, "beam search does not combine with drafts"),
         ({"generation_config": GenerationConfig(num_beams=3, max_new_tokens=3)}, "beam search"),
         ({"assistant_model": object()}, r"no assistant_model=; give draft=DraftModel\(small\)"),
@@ -139,12 +139,9 @@ def test_what_a_config_leaves_open_is_the_models_own():
         ({"constraints": [object()]}, "constraints=.* does not combine with drafts"),
         ({"draft": False, "tree": chain(2)}, "nothing drafts"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_does_not_combine_with_drafts_is_refused(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        model.generate(**BATCHES["one"], **{"max_new_tokens": 3, **options})
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.generate(**BATCHES["one"], **{"max_new_tokens": 3, **options})
 
 
 # --- What drafts, which tree, which rule: objects, or the words of the command line ---
@@ -156,16 +153,18 @@ def steps_of(generate, **options):
     return [(step.tokens, step.drafted) for step in generate(**inputs, **options).steps]
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [("lookup", PromptLookup()), ("ngram", NGram(storage=NGramStorage(3, 97))), ("maxgram", MaxGram()), (False, None)],
-)
-def test_a_drafters_name_drafts_what_the_drafter_does_in_both_generates(model, name, drafter):
-    plain = partial(specheads.generate, model.base)
-    told = steps_of(plain, draft=drafter)
-    for call in (model.generate, plain):
-        assert steps_of(call, draft=name) == told
-        assert not name or steps_of(call, draft=drafter) == told
+def test_a_drafters_name_drafts_what_the_drafter_does_in_both_generates(model):
+    for name, drafter in [
+        ("lookup", PromptLookup()),
+        ("ngram", NGram(storage=NGramStorage(3, 97))),
+        ("maxgram", MaxGram()),
+        (False, None),
+    ]:
+        plain = partial(specheads.generate, model.base)
+        told = steps_of(plain, draft=drafter)
+        for call in (model.generate, plain):
+            assert steps_of(call, draft=name) == told
+            assert not name or steps_of(call, draft=drafter) == told
 
 
 def test_head_and_true_are_the_models_own_head_and_a_base_alone_has_none(model):
@@ -184,22 +183,17 @@ def test_a_patched_model_takes_the_same_words(model):
         assert steps_of(base.generate, draft="lookup", tree="chain:2", accept="typical") == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"), [("typical", Typical()), ("fuzzy:js:0.2", Fuzzy(0.2)), ("block", specheads.Block())]
-)
-def test_a_rules_text_is_the_rule(model, text, rule):
-    options = {**BATCHES["one"], "do_sample": True, "seed": 3, "max_new_tokens": 12, "temperature": 2.0}
-    told = model.generate(**options, accept=rule)
-    assert torch.equal(model.generate(**options, accept=text), told)
-    assert torch.equal(specheads.generate(model.base, **options, draft=model.head, accept=text), told)
+def test_a_rules_text_is_the_rule(model):
+    for text, rule in [("typical", Typical()), ("fuzzy:js:0.2", Fuzzy(0.2)), ("block", specheads.Block())]:
+        options = {**BATCHES["one"], "do_sample": True, "seed": 3, "max_new_tokens": 12, "temperature": 2.0}
+        told = model.generate(**options, accept=rule)
+        assert torch.equal(model.generate(**options, accept=text), told)
+        assert torch.equal(specheads.generate(model.base, **options, draft=model.head, accept=text), told)
 
 
-@pytest.mark.parametrize(
-    ("text", "tree"),
-    [("chain:3", chain(3)), ("dynamic:12,3,4", DynamicTree(12, 3, 4))],
-)
-def test_a_trees_text_is_the_tree(model, text, tree):
-    assert steps_of(model.generate, tree=text) == steps_of(model.generate, tree=tree) != steps_of(model.generate)
+def test_a_trees_text_is_the_tree(model):
+    for text, tree in [("chain:3", chain(3)), ("dynamic:12,3,4", DynamicTree(12, 3, 4))]:
+        assert steps_of(model.generate, tree=text) == steps_of(model.generate, tree=tree) != steps_of(model.generate)
 
 
 def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
@@ -208,9 +202,8 @@ def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
         assert as_plan("static:12", head) == default_static(12, depth)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_what_is_no_drafter_plan_or_rule_is_refused(model):
+    for options, error, message in [
         ({"draft": "heed"}, ValueError, "draft='heed': unknown drafter 'heed'; did you mean 'head'"),
         ({"draft": "out/eagle3"}, ValueError, "known: auto, head, none, lookup, ngram, maxgram; for a head checkpoint"),
         ({"draft": 3}, TypeError, "draft=int cannot propose trees"),
@@ -222,20 +215,17 @@ def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
         ({"accept": 0.2}, TypeError, "accept=0.2 is no acceptance rule"),
         ({"accept": Typical}, TypeError, r"accept=Typical is the class of a rule; .*: accept=Typical\(\)$"),
         ({"accept": Fuzzy}, TypeError, r"accept=Fuzzy is the class of a rule; .*: accept=Fuzzy\(threshold\)$"),
-    ],
-    ids=str,
-)
-def test_what_is_no_drafter_plan_or_rule_is_refused(model, options, error, message):
-    for call in (model.generate, partial(specheads.generate, model.base)):
-        with pytest.raises(error, match=message):
-            call(**BATCHES["one"], max_new_tokens=3, **{"draft": "lookup", **options})
+    ]:
+        for call in (model.generate, partial(specheads.generate, model.base)):
+            with pytest.raises(error, match=message):
+                call(**BATCHES["one"], max_new_tokens=3, **{"draft": "lookup", **options})
 
 
-@pytest.mark.parametrize("limit", ["8", True, [8]])
-def test_a_length_that_is_no_number_is_refused(model, limit):
-    for name in ("max_new_tokens", "max_length"):
-        with pytest.raises(TypeError, match=f"^{name}={re.escape(repr(limit))} must be a number$"):
-            model.generate(**BATCHES["one"], **{name: limit})
+def test_a_length_that_is_no_number_is_refused(model):
+    for limit in ["8", True, [8]]:
+        for name in ("max_new_tokens", "max_length"):
+            with pytest.raises(TypeError, match=f"^{name}={re.escape(repr(limit))} must be a number$"):
+                model.generate(**BATCHES["one"], **{name: limit})
 
 
 def test_text_as_a_prompt_is_told_how_it_becomes_ids(model):
@@ -248,10 +238,10 @@ def test_one_beam_and_false_flags_are_no_reason_to_refuse(model):
     model.generate(**BATCHES["one"], max_new_tokens=3, num_beams=1, output_attentions=False, assistant_model=None)
 
 
-@pytest.mark.parametrize("name", ["max_new_token", "plan", "stream", "divergences", "compiled", "source_ids"])
-def test_an_unknown_option_is_refused_by_name(model, name):
-    with pytest.raises(ValueError, match=f"not used by the model: .'{name}'"):
-        model.generate(**BATCHES["one"], **{name: 3}, draft="lookup", max_new_tokens=3)
+def test_an_unknown_option_is_refused_by_name(model):
+    for name in ["max_new_token", "plan", "stream", "divergences", "compiled", "source_ids"]:
+        with pytest.raises(ValueError, match=f"not used by the model: .'{name}'"):
+            model.generate(**BATCHES["one"], **{name: 3}, draft="lookup", max_new_tokens=3)
 
 
 # --- Prompts ---
@@ -362,20 +352,19 @@ def test_a_draft_model_may_be_a_peft_model(base):
     assert torch.equal(specheads.generate(adapted, ids, draft=specheads.DraftModel(adapted), **options), expected)
 
 
-@pytest.mark.parametrize("compile", [False, "eager"])
-@pytest.mark.parametrize("draft", [False, "lookup"])
-def test_logits_that_are_no_numbers_end_greedy_text_in_an_error(draft, compile):
+def test_logits_that_are_no_numbers_end_greedy_text_in_an_error():
     """From the token on whose embedding is NaN; none is written as token 0."""
-    broken = tiny_llama(num_hidden_layers=2)
-    options = {"do_sample": False, "eos_token_id": None, "draft": draft, "compile": compile}
-    ids = torch.tensor([[5, 9, 11], [9, 11, 60]])
-    text = specheads.generate(broken, ids, max_new_tokens=12, **options)
-    place = next(i for i in range(5, 15) if text[0, i] not in text[:, :i] and text[0, i] not in text[1])
-    with torch.no_grad():
-        broken.model.embed_tokens.weight[text[0, place]] = torch.nan
-    same = specheads.generate(broken, ids, max_new_tokens=place - 2, **options)  # it is written, and not yet read
-    assert torch.equal(same, text[:, : place + 1])
-    with pytest.raises(ValueError, match="NaN"):
-        specheads.generate(broken, ids, max_new_tokens=12, **options)
-    with pytest.raises(ValueError, match="NaN"):
-        specheads.generate(broken, text[:1, : place + 1], max_new_tokens=1, **options)
+    for compile, draft in itertools.product([False, "eager"], [False, "lookup"]):
+        broken = tiny_llama(num_hidden_layers=2)
+        options = {"do_sample": False, "eos_token_id": None, "draft": draft, "compile": compile}
+        ids = torch.tensor([[5, 9, 11], [9, 11, 60]])
+        text = specheads.generate(broken, ids, max_new_tokens=12, **options)
+        place = next(i for i in range(5, 15) if text[0, i] not in text[:, :i] and text[0, i] not in text[1])
+        with torch.no_grad():
+            broken.model.embed_tokens.weight[text[0, place]] = torch.nan
+        same = specheads.generate(broken, ids, max_new_tokens=place - 2, **options)  # it is written, and not yet read
+        assert torch.equal(same, text[:, : place + 1])
+        with pytest.raises(ValueError, match="NaN"):
+            specheads.generate(broken, ids, max_new_tokens=12, **options)
+        with pytest.raises(ValueError, match="NaN"):
+            specheads.generate(broken, text[:1, : place + 1], max_new_tokens=1, **options)

@@ -23,7 +23,7 @@ from specheads import (
 from specheads.decoding.drafters.assistant import ScheduledChain
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.planner import NoDraft, default_static, limit_depth, tree_named
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from tests.support.families import build
 from tests.support.prompts import BATCHES
 from tests.support.replay_drafter import Replay
@@ -122,21 +122,22 @@ LIMITED = [
 ]
 
 
-@pytest.mark.parametrize("plan", LIMITED, ids=repr)
-def test_a_limited_plan_is_the_plan_less_deep(plan):
-    for depth in range(plan.depth + 2):
-        made = limit_depth(plan, depth)
-        assert made.depth == min(depth, plan.depth) and 1 <= made.num_nodes <= plan.num_nodes
-        assert (made is plan) == (depth >= plan.depth) and isinstance(made, NoDraft) == (depth == 0)
-        assert made is plan or made.drafting_slots == max(plan.drafting_slots, plan.depth + 1), "room for what follows"
+def test_a_limited_plan_is_the_plan_less_deep():
+    for plan in LIMITED:
+        for depth in range(plan.depth + 2):
+            made = limit_depth(plan, depth)
+            assert made.depth == min(depth, plan.depth) and 1 <= made.num_nodes <= plan.num_nodes
+            assert (made is plan) == (depth >= plan.depth) and isinstance(made, NoDraft) == (depth == 0)
+            assert made is plan or made.drafting_slots == max(plan.drafting_slots, plan.depth + 1), (
+                "room for what follows"
+            )
 
 
 # --- Absurd plans ---
 
 
-@pytest.mark.parametrize(
-    ("make", "bound"),
-    [
+def test_an_absurd_plan_is_refused_with_the_bound_before_memory_is_taken():
+    for make, bound in [
         (lambda: tree_named("chain:5000"), "depth=5000 must be at most 1023"),
         (lambda: tree_named("comb:1000,1000"), "must be at most 1023"),
         (lambda: tree_named(f"chain:{10**12}"), "must be at most 1023"),
@@ -153,18 +154,15 @@ def test_a_limited_plan_is_the_plan_less_deep(plan):
         (lambda: PromptLookup(10**12), "must be at most 1023"),
         (lambda: PromptLookup(64, width=10**9), "must be at most 1023"),
         (lambda: chain(1024), "must be at most 1023"),
-    ],
-)
-def test_an_absurd_plan_is_refused_with_the_bound_before_memory_is_taken(make, bound):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=bound):
-        make()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+    ]:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ValueError, match=bound):
+            make()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-@pytest.mark.parametrize(
-    ("make", "given"),
-    [
+def test_a_size_that_is_no_whole_number_is_refused():
+    for make, given in [
         (lambda: chain("5"), "depth='5'"),
         (lambda: chain(2.5), "depth=2.5"),
         (lambda: comb(3, "2"), "width='2'"),
@@ -178,11 +176,9 @@ def test_an_absurd_plan_is_refused_with_the_bound_before_memory_is_taken(make, b
         (lambda: default_static(16, 2.5), "draft_depth=2.5"),
         (lambda: default_static(16, True), "draft_depth=True"),
         (lambda: default_static("16", 5), "nodes='16'"),
-    ],
-)
-def test_a_size_that_is_no_whole_number_is_refused(make, given):
-    with pytest.raises(TypeError, match=rf"^{given} must be a whole number$"):
-        make()
+    ]:
+        with pytest.raises(TypeError, match=rf"^{given} must be a whole number$"):
+            make()
 
 
 def test_one_number_for_the_levels_of_a_sampled_tree_is_refused():
@@ -190,9 +186,8 @@ def test_one_number_for_the_levels_of_a_sampled_tree_is_refused():
         SampledTree(3)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_an_option_of_the_wrong_kind_is_refused_where_it_is_given():
+    for make, message in [
         (lambda: StaticTree(((0.5,),)), r"choices=\(\(0.5,\),\) must be paths of ranks, for instance \(\(0,\)"),
         (lambda: StaticTree(((True,),)), r"choices=\(\(True,\),\) must be paths"),
         (lambda: StaticTree((0, 1)), r"choices=\(0, 1\) must be paths"),
@@ -202,11 +197,9 @@ def test_one_number_for_the_levels_of_a_sampled_tree_is_refused():
         (lambda: NGram(storage=3), "storage=3 must be an NGramStorage"),
         (lambda: AutoDrafter(costs="costs.json"), "costs='costs.json' is no table of costs; give CostTable.load"),
         (lambda: AutoDrafter(compiled_costs=2.5), "compiled_costs=2.5 is no table of costs"),
-    ],
-)
-def test_an_option_of_the_wrong_kind_is_refused_where_it_is_given(make, message):
-    with pytest.raises(TypeError, match=message):
-        make()
+    ]:
+        with pytest.raises(TypeError, match=message):
+            make()
 
 
 def test_the_largest_plan_there_is_decodes(model):

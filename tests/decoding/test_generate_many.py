@@ -77,19 +77,19 @@ def test_a_lossy_rules_text_in_a_batch_is_that_of_its_prompt_alone():
     assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
 
 
-@pytest.mark.parametrize("rule", ["topn:97:1.0", "topn:5:0.1"])
-def test_a_tree_near_its_rows_limit_is_chosen_among_what_the_row_has_room_for(rule):
+def test_a_tree_near_its_rows_limit_is_chosen_among_what_the_row_has_room_for():
     """However deep others draft: the nodes are those drafted alone, and with them the text of a lossy rule."""
-    options = {**GREEDY, "eos_token_id": None, "accept": rule}
-    options |= {"draft": DraftModel(near(BASE, 0.3)), "tree": DynamicTree(12, 4, 3)}
-    limits = [24, 24, *[5] * 9]
-    results = generate_many(BASE, PROMPTS, batch_size=11, **{**options, "max_new_tokens": limits})
-    for one, limit in zip(results, limits, strict=True):
-        assert_as_alone([one], **{**options, "max_new_tokens": limit})
-        out = specheads.generate(
-            BASE, torch.tensor([one.prompt]), return_dict_in_generate=True, **{**options, "max_new_tokens": limit}
-        )
-        assert [step.drafted for step in one.steps] == [step.drafted for step in out.steps]
+    for rule in ["topn:97:1.0", "topn:5:0.1"]:
+        options = {**GREEDY, "eos_token_id": None, "accept": rule}
+        options |= {"draft": DraftModel(near(BASE, 0.3)), "tree": DynamicTree(12, 4, 3)}
+        limits = [24, 24, *[5] * 9]
+        results = generate_many(BASE, PROMPTS, batch_size=11, **{**options, "max_new_tokens": limits})
+        for one, limit in zip(results, limits, strict=True):
+            assert_as_alone([one], **{**options, "max_new_tokens": limit})
+            out = specheads.generate(
+                BASE, torch.tensor([one.prompt]), return_dict_in_generate=True, **{**options, "max_new_tokens": limit}
+            )
+            assert [step.drafted for step in one.steps] == [step.drafted for step in out.steps]
 
 
 def test_n_grams_learn_every_prompt_that_takes_a_row():
@@ -101,11 +101,11 @@ def test_n_grams_learn_every_prompt_that_takes_a_row():
         assert all(after in storage.followers([token], 97) for token, after in itertools.pairwise(prompt))
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, len(PROMPTS), 50])
-def test_any_number_of_rows_gives_the_same_texts(batch_size):
-    options = {**WARM, "draft": PromptLookup(4)}
-    wanted = [one.tokens for one in generate_many(BASE, PROMPTS, batch_size=3, **options)]
-    assert [one.tokens for one in generate_many(BASE, PROMPTS, batch_size=batch_size, **options)] == wanted
+def test_any_number_of_rows_gives_the_same_texts():
+    for batch_size in [1, 2, len(PROMPTS), 50]:
+        options = {**WARM, "draft": PromptLookup(4)}
+        wanted = [one.tokens for one in generate_many(BASE, PROMPTS, batch_size=3, **options)]
+        assert [one.tokens for one in generate_many(BASE, PROMPTS, batch_size=batch_size, **options)] == wanted
 
 
 # --- Every kind of cache ---
@@ -184,15 +184,15 @@ def test_a_short_text_after_a_long_one_attends_few_slots(monkeypatch):
 # --- What runs alone, or batch by batch ---
 
 
-@pytest.mark.parametrize("order", [(60, 5, 58), (5, 60, 7)])
-def test_drafts_of_a_short_text_stay_inside_learned_positions_that_a_long_one_nearly_fills(order):
-    base = build("GPT2Config", {"n_positions": 64, "max_position_embeddings": 64})
-    prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in order]
-    options = {"max_length": 64, "max_new_tokens": None, "draft": PromptLookup(6), "do_sample": False}
-    together = specheads.generate_many(base, prompts, batch_size=2, **options)
-    assert [one.tokens for one in together] == [
-        specheads.generate_many(base, [prompt], batch_size=1, **options)[0].tokens for prompt in prompts
-    ]
+def test_drafts_of_a_short_text_stay_inside_learned_positions_that_a_long_one_nearly_fills():
+    for order in [(60, 5, 58), (5, 60, 7)]:
+        base = build("GPT2Config", {"n_positions": 64, "max_position_embeddings": 64})
+        prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in order]
+        options = {"max_length": 64, "max_new_tokens": None, "draft": PromptLookup(6), "do_sample": False}
+        together = specheads.generate_many(base, prompts, batch_size=2, **options)
+        assert [one.tokens for one in together] == [
+            specheads.generate_many(base, [prompt], batch_size=1, **options)[0].tokens for prompt in prompts
+        ]
 
 
 class Forgetful:
@@ -204,7 +204,7 @@ class Forgetful:
         return chain(2)
 
     def propose(self, context, sampler, plan):
-        first = context.once("first", lambda: [history[-1] for history in context.history])
+        first = context.memoize("first", lambda: [history[-1] for history in context.history])
         return DraftTree.chains(context.root, [[token, token][: plan.depth] for token in first])
 
 
@@ -260,14 +260,14 @@ def test_results_come_as_they_finish_and_prompts_are_read_as_rows_become_free():
     assert reported[-1] == (len(PROMPTS), len(PROMPTS))
 
 
-@pytest.mark.parametrize("drafter", [small(), DraftModel(BASE)], ids=["a draft model", "one that is always right"])
-def test_statistics_are_those_of_the_prompt_alone(drafter):
-    options = {**GREEDY, "draft": drafter, "tree": chain(3)}
-    for one in generate_many(BASE, PROMPTS, batch_size=3, **options):
-        out = specheads.generate(BASE, torch.tensor([one.prompt]), return_dict_in_generate=True, **options)
-        wanted, found = out.statistics(), one.statistics()
-        for name in ("tokens", "steps", "accepted", "accepted_length", "accepted_by_depth", "lossless"):
-            assert found[name] == wanted[name], name
+def test_statistics_are_those_of_the_prompt_alone():
+    for drafter in [small(), DraftModel(BASE)]:
+        options = {**GREEDY, "draft": drafter, "tree": chain(3)}
+        for one in generate_many(BASE, PROMPTS, batch_size=3, **options):
+            out = specheads.generate(BASE, torch.tensor([one.prompt]), return_dict_in_generate=True, **options)
+            wanted, found = out.statistics(), one.statistics()
+            for name in ("tokens", "steps", "accepted", "accepted_length", "accepted_by_depth", "lossless"):
+                assert found[name] == wanted[name], name
 
 
 def test_texts_are_encoded_and_decoded():

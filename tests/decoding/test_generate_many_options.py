@@ -90,29 +90,29 @@ def test_no_prompts_give_no_texts():
     assert list(generate_many(BASE, iter([]), stream=True, **GREEDY)) == []
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_each_prompt_may_have_its_own_limit(sampled):
-    limits = [1 + 11 * i % 29 for i in range(len(PROMPTS))]
-    options = {**(WARM if sampled else GREEDY), "eos_token_id": None, "draft": head("eagle3")}
-    given = {**options, "max_new_tokens": limits}
-    results = generate_many(BASE, PROMPTS, batch_size=3, **given)
-    assert [len(one.tokens) for one in results] == limits
-    for one, limit in zip(results, limits, strict=True):
-        assert_as_alone([one], **{**options, "max_new_tokens": limit})
-    with pytest.raises(ValueError, match=f"prompt {len(PROMPTS)}: max_new_tokens= has {len(PROMPTS)} numbers"):
-        list(generate_many(BASE, iter([*PROMPTS, [5]]), stream=True, **given))
+def test_each_prompt_may_have_its_own_limit():
+    for sampled in [False, True]:
+        limits = [1 + 11 * i % 29 for i in range(len(PROMPTS))]
+        options = {**(WARM if sampled else GREEDY), "eos_token_id": None, "draft": head("eagle3")}
+        given = {**options, "max_new_tokens": limits}
+        results = generate_many(BASE, PROMPTS, batch_size=3, **given)
+        assert [len(one.tokens) for one in results] == limits
+        for one, limit in zip(results, limits, strict=True):
+            assert_as_alone([one], **{**options, "max_new_tokens": limit})
+        with pytest.raises(ValueError, match=f"prompt {len(PROMPTS)}: max_new_tokens= has {len(PROMPTS)} numbers"):
+            list(generate_many(BASE, iter([*PROMPTS, [5]]), stream=True, **given))
 
 
-@pytest.mark.parametrize("name", ["draft model", *HEADS])
-def test_a_long_text_may_follow_short_ones(name):
+def test_a_long_text_may_follow_short_ones():
     """A drafter's cache has room for the whole plan, however little the first texts let it draft."""
-    options = {**GREEDY, "eos_token_id": None, "draft": DRAFTERS[name]()}
-    if name in ("draft model", "eagle", "eagle3", "mtp"):
-        options["tree"] = chain(5)
-    limits = [3, 3, 20, 20]
-    results = generate_many(BASE, PROMPTS[:4], batch_size=2, **{**options, "max_new_tokens": limits})
-    for one, limit in zip(results, limits, strict=True):
-        assert_as_alone([one], **{**options, "max_new_tokens": limit})
+    for name in ["draft model", *HEADS]:
+        options = {**GREEDY, "eos_token_id": None, "draft": DRAFTERS[name]()}
+        if name in ("draft model", "eagle", "eagle3", "mtp"):
+            options["tree"] = chain(5)
+        limits = [3, 3, 20, 20]
+        results = generate_many(BASE, PROMPTS[:4], batch_size=2, **{**options, "max_new_tokens": limits})
+        for one, limit in zip(results, limits, strict=True):
+            assert_as_alone([one], **{**options, "max_new_tokens": limit})
 
 
 def test_a_short_prompt_may_follow_one_that_nearly_fills_max_length():

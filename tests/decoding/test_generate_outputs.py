@@ -54,40 +54,39 @@ def test_scores_and_logits_are_float32_for_a_bfloat16_model():
         assert out.scores[0].dtype == out.logits[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("limit", [13, 14, 15, 16])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_statistics_add_up(model, do_sample, limit):
-    inputs = BATCHES["ragged"]
-    columns = inputs["input_ids"].shape[1]
-    expected = model.base.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=96, pad_token_id=PAD)
-    out = model.generate(
-        **inputs, do_sample=do_sample, max_new_tokens=limit, eos_token_id=96, pad_token_id=PAD, seed=4,
-        return_dict_in_generate=True, draft=Replay(inputs, expected), suppress_tokens=[PAD] if do_sample else None,
-    )  # fmt: skip
-    totals = out.statistics()
-    lengths = [(row != PAD).sum().item() for row in out.sequences[:, columns:]]
-    assert totals["tokens"] == sum(lengths)
-    assert totals["steps"] == len(out.steps) - 1
-    rows = [list(itertools.chain.from_iterable(step.tokens[b] for step in out.steps)) for b in range(3)]
-    assert [len(row) for row in rows] == lengths
-    taken = sum(bool(row) for step in out.steps[1:] for row in step.tokens)
-    assert totals["drafted"] == sum(map(sum, (step.drafted for step in out.steps)))
-    assert totals["accepted"] == sum(map(sum, (step.accepted for step in out.steps)))
-    assert totals["accepted_length"] == pytest.approx((sum(lengths) - 3) / taken)
-    assert sum(totals["accepted_by_depth"]) == pytest.approx(totals["accepted"] / taken)
-    assert totals["accepted_by_depth"] == sorted(totals["accepted_by_depth"], reverse=True)
-    assert totals["lossless"] is True
-    left = [limit - 1] * 3
-    for step in out.steps[1:]:
-        room = max(n for n, row in zip(left, step.tokens, strict=True) if row)
-        assert step.drafted == [6 if row and room > 1 else 0 for row in step.tokens]  # for the last token none
-        left = [n - len(row) for n, row in zip(left, step.tokens, strict=True)]
-        for tokens, accepted, ranks in zip(step.tokens, step.accepted, step.ranks, strict=True):
-            assert len(ranks) == accepted <= len(tokens) <= accepted + 1
-            # A sample may by chance be what was drafted first.
-            assert do_sample or all(rank == 1 for rank in ranks), "the right token is always drafted second"
-    if not do_sample:
-        assert 0 < totals["accepted"] < totals["tokens"]
+def test_statistics_add_up(model):
+    for limit, do_sample in itertools.product([13, 14, 15, 16], [False, True]):
+        inputs = BATCHES["ragged"]
+        columns = inputs["input_ids"].shape[1]
+        expected = model.base.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=96, pad_token_id=PAD)
+        out = model.generate(
+            **inputs, do_sample=do_sample, max_new_tokens=limit, eos_token_id=96, pad_token_id=PAD, seed=4,
+            return_dict_in_generate=True, draft=Replay(inputs, expected), suppress_tokens=[PAD] if do_sample else None,
+        )  # fmt: skip
+        totals = out.statistics()
+        lengths = [(row != PAD).sum().item() for row in out.sequences[:, columns:]]
+        assert totals["tokens"] == sum(lengths)
+        assert totals["steps"] == len(out.steps) - 1
+        rows = [list(itertools.chain.from_iterable(step.tokens[b] for step in out.steps)) for b in range(3)]
+        assert [len(row) for row in rows] == lengths
+        taken = sum(bool(row) for step in out.steps[1:] for row in step.tokens)
+        assert totals["drafted"] == sum(map(sum, (step.drafted for step in out.steps)))
+        assert totals["accepted"] == sum(map(sum, (step.accepted for step in out.steps)))
+        assert totals["accepted_length"] == pytest.approx((sum(lengths) - 3) / taken)
+        assert sum(totals["accepted_by_depth"]) == pytest.approx(totals["accepted"] / taken)
+        assert totals["accepted_by_depth"] == sorted(totals["accepted_by_depth"], reverse=True)
+        assert totals["lossless"] is True
+        left = [limit - 1] * 3
+        for step in out.steps[1:]:
+            room = max(n for n, row in zip(left, step.tokens, strict=True) if row)
+            assert step.drafted == [6 if row and room > 1 else 0 for row in step.tokens]  # for the last token none
+            left = [n - len(row) for n, row in zip(left, step.tokens, strict=True)]
+            for tokens, accepted, ranks in zip(step.tokens, step.accepted, step.ranks, strict=True):
+                assert len(ranks) == accepted <= len(tokens) <= accepted + 1
+                # A sample may by chance be what was drafted first.
+                assert do_sample or all(rank == 1 for rank in ranks), "the right token is always drafted second"
+        if not do_sample:
+            assert 0 < totals["accepted"] < totals["tokens"]
 
 
 RULES = [  # all but Traversal, which reads the shape of a tree that is new

@@ -34,24 +34,24 @@ def tokenizer():
     )
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_stop_strings_end_each_row_where_hugging_face_does(model, tokenizer, batch):
-    inputs = BATCHES[batch]
-    columns = inputs["input_ids"].shape[1]
-    text = model.base.generate(**inputs, do_sample=False, max_new_tokens=24)[0, columns:].tolist()
-    for index in (1, 7):
-        # Begins inside the token before, where that has two characters.
-        stop = tokenizer.decode([text[index - 1]])[-1] + tokenizer.decode([text[index]])
-        out = assert_same(model, inputs, stop_strings=stop, tokenizer=tokenizer, accepted=0.9)
-        if batch == "one":
-            assert out.sequences.shape[1] <= columns + index + 1 < columns + 24
-        options = {"do_sample": False, "max_new_tokens": 24, "tokenizer": tokenizer}
-        assert torch.equal(model.generate(**inputs, **options, stop_strings=["ne ver", stop]), out.sequences)
-        config = copy.deepcopy(model.generation_config)
-        config.update(stop_strings=[stop], max_new_tokens=24, do_sample=False)
-        drafted = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
-        assert torch.equal(drafted, out.sequences)
-        assert config.stop_strings == [stop], "the caller's config was changed"
+def test_stop_strings_end_each_row_where_hugging_face_does(model, tokenizer):
+    for batch in BATCHES:
+        inputs = BATCHES[batch]
+        columns = inputs["input_ids"].shape[1]
+        text = model.base.generate(**inputs, do_sample=False, max_new_tokens=24)[0, columns:].tolist()
+        for index in (1, 7):
+            # Begins inside the token before, where that has two characters.
+            stop = tokenizer.decode([text[index - 1]])[-1] + tokenizer.decode([text[index]])
+            out = assert_same(model, inputs, stop_strings=stop, tokenizer=tokenizer, accepted=0.9)
+            if batch == "one":
+                assert out.sequences.shape[1] <= columns + index + 1 < columns + 24
+            options = {"do_sample": False, "max_new_tokens": 24, "tokenizer": tokenizer}
+            assert torch.equal(model.generate(**inputs, **options, stop_strings=["ne ver", stop]), out.sequences)
+            config = copy.deepcopy(model.generation_config)
+            config.update(stop_strings=[stop], max_new_tokens=24, do_sample=False)
+            drafted = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
+            assert torch.equal(drafted, out.sequences)
+            assert config.stop_strings == [stop], "the caller's config was changed"
 
 
 @pytest.mark.parametrize("config", [None, GenerationConfig(do_sample=False), GenerationConfig(stop_strings=["ne ver"])])
@@ -84,11 +84,10 @@ class EndsOnMultiple(StoppingCriteria):
         return (input_ids.sum(1) + input_ids.shape[1]) % self.of == 0
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("of", [3, 7, 11])
-def test_stopping_criteria_are_asked_after_each_token(model, batch, of):
-    criteria = StoppingCriteriaList([EndsOnMultiple(of)])
-    assert_same(model, BATCHES[batch], stopping_criteria=criteria, pad_token_id=PAD, accepted=0.9)
+def test_stopping_criteria_are_asked_after_each_token(model):
+    for batch, of in itertools.product(BATCHES, [3, 7, 11]):
+        criteria = StoppingCriteriaList([EndsOnMultiple(of)])
+        assert_same(model, BATCHES[batch], stopping_criteria=criteria, pad_token_id=PAD, accepted=0.9)
 
 
 class EndsOn(EndsOnMultiple):
@@ -98,13 +97,13 @@ class EndsOn(EndsOnMultiple):
         return input_ids[0, -1].item() % self.of == 0
 
 
-@pytest.mark.parametrize("of", [3, 7])
-def test_a_stopping_criterion_may_return_a_bool(model, of):
-    out = assert_same(model, BATCHES["one"], stopping_criteria=[EndsOn(of)], pad_token_id=PAD, accepted=0.9)
-    (many,) = model.generate_many(
-        BATCHES["one"]["input_ids"].tolist(), stopping_criteria=[EndsOn(of)], do_sample=False, max_new_tokens=24
-    )
-    assert many.tokens == out.sequences[0, BATCHES["one"]["input_ids"].shape[1] :].tolist()
+def test_a_stopping_criterion_may_return_a_bool(model):
+    for of in [3, 7]:
+        out = assert_same(model, BATCHES["one"], stopping_criteria=[EndsOn(of)], pad_token_id=PAD, accepted=0.9)
+        (many,) = model.generate_many(
+            BATCHES["one"]["input_ids"].tolist(), stopping_criteria=[EndsOn(of)], do_sample=False, max_new_tokens=24
+        )
+        assert many.tokens == out.sequences[0, BATCHES["one"]["input_ids"].shape[1] :].tolist()
 
 
 class EndsWhenAllHave(StoppingCriteria):
@@ -173,36 +172,37 @@ class Unsure(StoppingCriteria):
 KEPT = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("draft", ["replay", False])
-def test_stopping_criteria_are_given_the_scores_that_hugging_face_gives_them(model, batch, draft):
-    inputs = BATCHES[batch]
-    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 96, "pad_token_id": PAD}
-    whole = model.base.generate(**inputs, **options, **KEPT, repetition_penalty=1.2)
-    least = torch.stack(whole.scores).softmax(-1).amax(-1).flatten().sort().values
-    for share in (0.02, 0.2):
-        theirs, ours = (Unsure(float(least[int(share * len(least))]) + 1e-4) for _ in range(2))
-        expected = model.base.generate(**inputs, **options, **KEPT, repetition_penalty=1.2, stopping_criteria=[theirs])
-        found = model.generate(
-            **inputs, **options, **KEPT, repetition_penalty=1.2, stopping_criteria=[ours],
-            draft=draft and Replay(inputs, whole.sequences),
-        )  # fmt: skip
-        assert torch.equal(found.sequences, expected.sequences)
-        assert [len(one) for one in ours.given] == [len(one) for one in theirs.given]
-        assert len(ours.given) < 24 or share < 0.2
-        for one, other in zip(ours.given[-1], theirs.given[-1], strict=True):
-            alive = one.any(-1)  # zeros after a row's end, where transformers has scores after padding
-            torch.testing.assert_close(one[alive], other[alive], atol=1e-4, rtol=1e-4)
-            assert not one.requires_grad and not one.is_inference()
+def test_stopping_criteria_are_given_the_scores_that_hugging_face_gives_them(model):
+    for batch, draft in itertools.product(BATCHES, ["replay", False]):
+        inputs = BATCHES[batch]
+        options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 96, "pad_token_id": PAD}
+        whole = model.base.generate(**inputs, **options, **KEPT, repetition_penalty=1.2)
+        least = torch.stack(whole.scores).softmax(-1).amax(-1).flatten().sort().values
+        for share in (0.02, 0.2):
+            theirs, ours = (Unsure(float(least[int(share * len(least))]) + 1e-4) for _ in range(2))
+            expected = model.base.generate(
+                **inputs, **options, **KEPT, repetition_penalty=1.2, stopping_criteria=[theirs]
+            )
+            found = model.generate(
+                **inputs, **options, **KEPT, repetition_penalty=1.2, stopping_criteria=[ours],
+                draft=draft and Replay(inputs, whole.sequences),
+            )  # fmt: skip
+            assert torch.equal(found.sequences, expected.sequences)
+            assert [len(one) for one in ours.given] == [len(one) for one in theirs.given]
+            assert len(ours.given) < 24 or share < 0.2
+            for one, other in zip(ours.given[-1], theirs.given[-1], strict=True):
+                alive = one.any(-1)  # zeros after a row's end, where transformers has scores after padding
+                torch.testing.assert_close(one[alive], other[alive], atol=1e-4, rtol=1e-4)
+                assert not one.requires_grad and not one.is_inference()
 
 
-@pytest.mark.parametrize("kept", [{}, {"return_dict_in_generate": True}, {**KEPT, "return_dict_in_generate": False}])
-def test_without_scores_stopping_criteria_get_none_as_in_hugging_face(model, kept):
-    theirs, ours = Unsure(0.5), Unsure(0.5)
-    options = {**BATCHES["one"], "do_sample": False, "max_new_tokens": 5, **kept}
-    model.base.generate(**options, stopping_criteria=[theirs])
-    model.generate(**options, stopping_criteria=[ours])
-    assert {*theirs.given} == {*ours.given} == {None}
+def test_without_scores_stopping_criteria_get_none_as_in_hugging_face(model):
+    for kept in [{}, {"return_dict_in_generate": True}, {**KEPT, "return_dict_in_generate": False}]:
+        theirs, ours = Unsure(0.5), Unsure(0.5)
+        options = {**BATCHES["one"], "do_sample": False, "max_new_tokens": 5, **kept}
+        model.base.generate(**options, stopping_criteria=[theirs])
+        model.generate(**options, stopping_criteria=[ours])
+        assert {*theirs.given} == {*ours.given} == {None}
 
 
 def test_so_are_those_of_each_prompt_where_the_config_keeps_scores(model):
@@ -235,35 +235,33 @@ def test_a_time_limit_that_has_passed_leaves_one_token(model):
     assert out.shape[1] == inputs["input_ids"].shape[1] + 1
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_every_limit_and_every_eos_cuts_drafts_where_hugging_face_stops(model, batch):
-    inputs = BATCHES[batch]
-    columns = inputs["input_ids"].shape[1]
-    whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
-    for limit in (*range(1, 12), 6.0):  # a quotient is a float
-        options = {"do_sample": False, "max_new_tokens": limit}
-        expected = model.base.generate(**inputs, **options)
-        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
-        options = {"do_sample": False, "max_length": columns + limit}
-        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
-    for first, second in itertools.pairwise(whole[0, columns:].tolist()):
-        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [second, first], "pad_token_id": PAD}
-        expected = model.base.generate(**inputs, **options)
-        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+def test_every_limit_and_every_eos_cuts_drafts_where_hugging_face_stops(model):
+    for batch in BATCHES:
+        inputs = BATCHES[batch]
+        columns = inputs["input_ids"].shape[1]
+        whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
+        for limit in (*range(1, 12), 6.0):  # a quotient is a float
+            options = {"do_sample": False, "max_new_tokens": limit}
+            expected = model.base.generate(**inputs, **options)
+            assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+            options = {"do_sample": False, "max_length": columns + limit}
+            assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+        for first, second in itertools.pairwise(whole[0, columns:].tolist()):
+            options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [second, first], "pad_token_id": PAD}
+            expected = model.base.generate(**inputs, **options)
+            assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
 
 
-@pytest.mark.parametrize(
-    "form", [lambda a, b: [[a]], lambda a, b: torch.tensor([[a], [b]]), lambda a, b: torch.tensor(a)]
-)
-def test_nested_and_tensor_forms_of_eos_end_rows_as_in_hugging_face(model, form):
-    inputs = BATCHES["ragged"]
-    columns = inputs["input_ids"].shape[1]
-    whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
-    ids = form(int(whole[0, columns + 4]), int(whole[1, columns + 2]))
-    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ids, "pad_token_id": PAD}
-    expected = model.base.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
-    assert expected.shape != whole.shape or not torch.equal(expected, whole)
+def test_nested_and_tensor_forms_of_eos_end_rows_as_in_hugging_face(model):
+    for form in [lambda a, b: [[a]], lambda a, b: torch.tensor([[a], [b]]), lambda a, b: torch.tensor(a)]:
+        inputs = BATCHES["ragged"]
+        columns = inputs["input_ids"].shape[1]
+        whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
+        ids = form(int(whole[0, columns + 4]), int(whole[1, columns + 2]))
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ids, "pad_token_id": PAD}
+        expected = model.base.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+        assert expected.shape != whole.shape or not torch.equal(expected, whole)
 
 
 LIMITS = {
@@ -272,21 +270,20 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "min_new_tokens", "min_length"])
-@pytest.mark.parametrize("limit", LIMITS)
-def test_limits_that_are_no_whole_numbers_are_refused(model, name, limit):
+def test_limits_that_are_no_whole_numbers_are_refused(model):
     """Also in the generation config, and one for each prompt."""
-    value, error = eval(limit, {"math": math, "torch": torch}), LIMITS[limit]
-    prompts = BATCHES["one"]["input_ids"]
-    with pytest.raises(error, match=f"^{name}=.* must be a"):
-        model.generate(prompts, **{name: value})
-    with pytest.raises(error, match=f"{name}=.* must be a"):
-        model.generate_many(prompts.tolist() * 2, **{name: value})
-    if name == "max_new_tokens":
-        with pytest.raises(error, match=r"^prompt 1: max_new_tokens=.* must be a"):
-            model.generate_many(prompts.tolist() * 2, max_new_tokens=[3, value])
-        with pytest.raises(error, match=r"^prompt 0: max_new_tokens=.* must be a"):
-            model.generate_many(iter(prompts.tolist()), max_new_tokens=[value])
+    for name, limit in itertools.product(["max_new_tokens", "max_length", "min_new_tokens", "min_length"], LIMITS):
+        value, error = eval(limit, {"math": math, "torch": torch}), LIMITS[limit]
+        prompts = BATCHES["one"]["input_ids"]
+        with pytest.raises(error, match=f"^{name}=.* must be a"):
+            model.generate(prompts, **{name: value})
+        with pytest.raises(error, match=f"{name}=.* must be a"):
+            model.generate_many(prompts.tolist() * 2, **{name: value})
+        if name == "max_new_tokens":
+            with pytest.raises(error, match=r"^prompt 1: max_new_tokens=.* must be a"):
+                model.generate_many(prompts.tolist() * 2, max_new_tokens=[3, value])
+            with pytest.raises(error, match=r"^prompt 0: max_new_tokens=.* must be a"):
+                model.generate_many(iter(prompts.tolist()), max_new_tokens=[value])
 
 
 def test_a_time_limit_that_is_no_number_of_seconds_is_refused(model):

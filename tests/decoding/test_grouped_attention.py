@@ -1,5 +1,6 @@
 """Query heads that share keys attend as rows of one product: the same numbers as with copied keys, and no copies."""
 
+import itertools
 from contextlib import nullcontext
 from unittest import mock
 
@@ -18,21 +19,20 @@ LENGTHS = (5, 17, 11)
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
 
 
-@pytest.mark.parametrize("rows", [1, 7], ids=("one mask row", "a mask row a node"))
-@pytest.mark.parametrize(("heads", "key_heads"), [(6, 6), (6, 2), (6, 1)])
-def test_it_is_attention_over_copied_keys(heads, key_heads, rows):
-    coin = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(2, count, length, width, generator=coin, dtype=torch.float64)
-        for count, length, width in ((heads, 7, 8), (key_heads, 50, 8), (key_heads, 50, 12))
-    )
-    seen = torch.rand(2, 1, rows, 50, generator=coin) > 0.5
-    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
-    copies = [states.repeat_interleave(heads // key_heads, 1) for states in (key, value)]
-    for scale in (None, 0.3):
-        expected = F.scaled_dot_product_attention(query, *copies, attn_mask=mask, scale=scale)
-        out = grouped_attention.grouped_attention(query, key, value, mask, scale)
-        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+def test_it_is_attention_over_copied_keys():
+    for rows, (heads, key_heads) in itertools.product([1, 7], [(6, 6), (6, 2), (6, 1)]):
+        coin = torch.Generator().manual_seed(0)
+        query, key, value = (
+            torch.randn(2, count, length, width, generator=coin, dtype=torch.float64)
+            for count, length, width in ((heads, 7, 8), (key_heads, 50, 8), (key_heads, 50, 12))
+        )
+        seen = torch.rand(2, 1, rows, 50, generator=coin) > 0.5
+        mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+        copies = [states.repeat_interleave(heads // key_heads, 1) for states in (key, value)]
+        for scale in (None, 0.3):
+            expected = F.scaled_dot_product_attention(query, *copies, attn_mask=mask, scale=scale)
+            out = grouped_attention.grouped_attention(query, key, value, mask, scale)
+            torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_it_takes_what_cudas_kernels_give_in_memory(monkeypatch):
@@ -117,15 +117,15 @@ def test_a_compiled_pass_copies_no_keys():
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_base_keeps_the_attention_it_was_given(attention):
-    base = build(*FAMILIES["Llama"], attn_implementation=attention)
-    ids, mask = torch.arange(3, 9).view(2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    outside = base(ids, attention_mask=mask).logits
-    with grouped_attention.grouped_heads(base):  # a caller of another thread, say, who brings no mask of ours
-        torch.testing.assert_close(base(ids, attention_mask=mask).logits, outside)
-        assert (base.config._attn_implementation == "eager") == (attention == "eager")
-    assert base.config._attn_implementation == attention
-    with pytest.raises(AttributeError), grouped_attention.grouped_heads(base):
-        base(ids, attention_mask="none")
-    assert base.config._attn_implementation == attention
+def test_a_base_keeps_the_attention_it_was_given():
+    for attention in ["sdpa", "eager"]:
+        base = build(*FAMILIES["Llama"], attn_implementation=attention)
+        ids, mask = torch.arange(3, 9).view(2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]])
+        outside = base(ids, attention_mask=mask).logits
+        with grouped_attention.grouped_heads(base):  # a caller of another thread, say, who brings no mask of ours
+            torch.testing.assert_close(base(ids, attention_mask=mask).logits, outside)
+            assert (base.config._attn_implementation == "eager") == (attention == "eager")
+        assert base.config._attn_implementation == attention
+        with pytest.raises(AttributeError), grouped_attention.grouped_heads(base):
+            base(ids, attention_mask="none")
+        assert base.config._attn_implementation == attention

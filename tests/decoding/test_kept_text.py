@@ -10,8 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import specheads
 from specheads import DraftModel, DynamicTree
 from specheads.decoding.verify import causal
-from specheads.decoding.verify.arguments import cache_argument
 from specheads.decoding.verify.hf_base import has_state
+from specheads.decoding.verify.model_inputs import cache_argument
 from tests.reference.slow_heads import KINDS, spec_model
 from tests.support.auto_costs import table
 from tests.support.families import FAMILIES, LENGTH_DEPENDENT, RECURRENT, VOCAB, build
@@ -284,22 +284,19 @@ def test_prompts_with_images_are_read_whole(read, caplog):
     assert "prompts of more than text" in caplog.text and read == [7, more.shape[1]]
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"), [({}, True), ({"use_cache": False}, False), ({"return_dict_in_generate": False}, False)]
-)
-def test_the_output_has_the_cache_where_transformers_has_it(options, kept):
-    base = tiny_llama()
-    given = {"return_dict_in_generate": True, **GREEDY, **options}
-    out = specheads.generate(base, turns()[0], **given)
-    assert kept == (getattr(out, cache_argument(base), None) is not None)
+def test_the_output_has_the_cache_where_transformers_has_it():
+    for options, kept in [({}, True), ({"use_cache": False}, False), ({"return_dict_in_generate": False}, False)]:
+        base = tiny_llama()
+        given = {"return_dict_in_generate": True, **GREEDY, **options}
+        out = specheads.generate(base, turns()[0], **given)
+        assert kept == (getattr(out, cache_argument(base), None) is not None)
 
 
 # --- What is refused ---
 
 
-@pytest.mark.parametrize(
-    ("cache", "ids", "mask", "error"),
-    [
+def test_a_cache_that_cannot_be_continued_is_refused():
+    for cache, ids, mask, error in [
         (lambda base: StaticCache(base.config, max_cache_len=64), None, None, "StaticCache"),
         (lambda base: EncoderDecoderCache(DynamicCache(), DynamicCache()), None, None, "EncoderDecoderCache"),
         (
@@ -313,14 +310,12 @@ def test_the_output_has_the_cache_where_transformers_has_it(options, kept):
         (lambda base: filled(base), [[7, 8, 9]], [[1] * 12], "give the whole text"),
         (lambda base: filled(base, rows=2), [[5] * 12], None, "of 2 rows"),
         (lambda base: filled(tiny_llama(num_hidden_layers=6)), [[5] * 12], None, "another model's"),
-    ],
-)
-def test_a_cache_that_cannot_be_continued_is_refused(cache, ids, mask, error):
-    base = tiny_llama(num_hidden_layers=2)
-    given = {} if mask is None else {"attention_mask": torch.tensor(mask)}
-    prompts = torch.tensor(ids or [[5, 6, 7]])
-    with pytest.raises((ValueError, TypeError), match=error):
-        specheads.generate(base, prompts, past_key_values=cache(base), draft="lookup", **given, **GREEDY)
+    ]:
+        base = tiny_llama(num_hidden_layers=2)
+        given = {} if mask is None else {"attention_mask": torch.tensor(mask)}
+        prompts = torch.tensor(ids or [[5, 6, 7]])
+        with pytest.raises((ValueError, TypeError), match=error):
+            specheads.generate(base, prompts, past_key_values=cache(base), draft="lookup", **given, **GREEDY)
 
 
 def filled(base, rows=1):

@@ -96,7 +96,7 @@ def test_compiled_steps_read_it_and_are_compiled_once(name):
     for run in (verify, lambda target, tree: steps.run(verify, 0, target, tree)):
         target.prefill(IDS, torch.tensor([8]), room=9)
         target.prepare(9)
-        with target.routed():
+        with target.patched_forward():
             features.append(run(target, CHAIN).features)
     torch.testing.assert_close(*features, rtol=0, atol=0)
     assert steps.failure is None and len(steps) == 1

@@ -29,7 +29,7 @@ from specheads import (
     Traversal,
     chain,
 )
-from specheads.decoding import loop
+from specheads.decoding import step
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.exact import follow_tokens
 from tests.reference.base_probs import small_base
@@ -128,7 +128,7 @@ def lengths(monkeypatch):
         seen.update(enumerate(verdict.length.tolist()))
         return verdict
 
-    monkeypatch.setattr(loop, "walk", spied)
+    monkeypatch.setattr(step, "walk", spied)
     return seen
 
 
@@ -233,7 +233,7 @@ def test_rows_that_take_one_anothers_tokens_are_noticed(drafter_of, monkeypatch,
         verdict = walk(*args, **kwargs)
         return replace(verdict, bonus=verdict.bonus.roll(1))
 
-    monkeypatch.setattr(loop, "walk", mixed)
+    monkeypatch.setattr(step, "walk", mixed)
     make = partial(drafter_of, "head")
     assert error(make, RULES[rule], SHAPES["chain"], THREE) > 1e-3
     assert error(make, RULES[rule], SHAPES["chain"], ALONE) < 1e-12  # one row cannot show it

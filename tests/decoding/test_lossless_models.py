@@ -10,7 +10,7 @@ import torch
 
 import specheads
 from specheads import Block, DraftModel, Exact, NGram, NGramStorage, SampledTree, Target, Traversal, chain, convert
-from specheads.decoding import loop
+from specheads.decoding import step as step_module
 from specheads.decoding.loop import decode
 from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
@@ -173,7 +173,7 @@ def test_a_sample_of_three_ragged_rows_has_the_bases_distribution(base, drafter,
 def test_the_sample_shows_what_is_broken(base, broken, monkeypatch):
     drafter, plan, rule = drafter_of("draft model", base, VOCAB), SampledTree((1, 1)), Exact()
     if broken == "rows mixed up":
-        module = loop
+        module = step_module
         walk = module.walk
         monkeypatch.setattr(module, "walk", lambda *args, **kwargs: shifted(walk(*args, **kwargs)))
     else:

@@ -40,34 +40,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("case", CASES)
-def test_exact_rule_reproduces_p(case, drafts):
-    plan, vocab_size, length, steps = CASES[case]
-    target, draft = DRAFTS[drafts](vocab_size)
-    probs = output_probs(target, draft, plan, [(0, 1)], length, steps=steps)
-    assert distance(probs, true_probs(target, [(0, 1)], length)) < 1e-12
+def test_exact_rule_reproduces_p():
+    for drafts, case in itertools.product(DRAFTS, CASES):
+        plan, vocab_size, length, steps = CASES[case]
+        target, draft = DRAFTS[drafts](vocab_size)
+        probs = output_probs(target, draft, plan, [(0, 1)], length, steps=steps)
+        assert distance(probs, true_probs(target, [(0, 1)], length)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("plan", "length"),
-    [(None, 3), (chain(2), 3), (STATIC, 2), (SampledTree((1,)), 2), (SampledTree((2,)), 2)],
-    ids=repr,
-)
-def test_exact_rule_reproduces_p_in_every_row(plan, length):
+def test_exact_rule_reproduces_p_in_every_row():
     """Two rows of unlike prompts: the joint distribution is the product, so nothing leaks from row to row."""
-    target, draft = Table(2, 5), Table(2, 6)
-    prompts = [(1,), (0, 1, 1)]
-    probs = output_probs(target, draft, plan, prompts, length)
-    assert distance(probs, true_probs(target, prompts, length)) < 1e-12
+    for plan, length in [(None, 3), (chain(2), 3), (STATIC, 2), (SampledTree((1,)), 2), (SampledTree((2,)), 2)]:
+        target, draft = Table(2, 5), Table(2, 6)
+        prompts = [(1,), (0, 1, 1)]
+        probs = output_probs(target, draft, plan, prompts, length)
+        assert distance(probs, true_probs(target, prompts, length)) < 1e-12
 
 
-@pytest.mark.parametrize("plan", [None, chain(2), STATIC, SampledTree((1,)), SampledTree((1, 1))], ids=repr)
-def test_exact_rule_reproduces_p_up_to_eos(plan):
-    target, draft = Table(2, 7), Table(2, 8)
-    probs = output_probs(target, draft, plan, [(1,)], 3, eos=0)
-    assert {len(rows[0]) for rows in probs} == {1, 2, 3}
-    assert distance(probs, true_probs(target, [(1,)], 3, eos=0)) < 1e-12
+def test_exact_rule_reproduces_p_up_to_eos():
+    for plan in [None, chain(2), STATIC, SampledTree((1,)), SampledTree((1, 1))]:
+        target, draft = Table(2, 7), Table(2, 8)
+        probs = output_probs(target, draft, plan, [(1,)], 3, eos=0)
+        assert {len(rows[0]) for rows in probs} == {1, 2, 3}
+        assert distance(probs, true_probs(target, [(1,)], 3, eos=0)) < 1e-12
 
 
 def test_a_row_that_ended_leaves_the_others_their_distribution():
@@ -147,26 +142,22 @@ class Scalar(LevelRule):
         return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("plan", [SampledTree((2,)), SampledTree((2, 1)), SampledTree((3,))], ids=repr)
-def test_the_rule_written_twice_agrees(plan):
-    target, draft = Table(3, 1), Table(3, 2)
-    both = [output_probs(target, draft, plan, [(0, 1)], 3, steps=1, accept=rule) for rule in (Exact(), Scalar())]
-    assert distance(*both) < 1e-12
+def test_the_rule_written_twice_agrees():
+    for plan in [SampledTree((2,)), SampledTree((2, 1)), SampledTree((3,))]:
+        target, draft = Table(3, 1), Table(3, 2)
+        both = [output_probs(target, draft, plan, [(0, 1)], 3, steps=1, accept=rule) for rule in (Exact(), Scalar())]
+        assert distance(*both) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("broken", "plan"),
-    [
+def test_enumeration_notices_a_broken_rule():
+    for broken, plan in [
         (Scalar(subtract_q=False), SampledTree((1,))),
         (Scalar(subtract_q=False), SampledTree((2,))),
         (Scalar(drop_x=False), SampledTree((2,))),
-    ],
-    ids=repr,
-)
-def test_enumeration_notices_a_broken_rule(broken, plan):
-    target, draft = Table(3, 1), Table(3, 2)
-    probs = output_probs(target, draft, plan, [(0, 1)], 3, steps=1, accept=broken)
-    assert distance(probs, true_probs(target, [(0, 1)], 3)) > 1e-3
+    ]:
+        target, draft = Table(3, 1), Table(3, 2)
+        probs = output_probs(target, draft, plan, [(0, 1)], 3, steps=1, accept=broken)
+        assert distance(probs, true_probs(target, [(0, 1)], 3)) > 1e-3
 
 
 def test_enumeration_notices_a_residual_that_returns_p(monkeypatch):
@@ -237,25 +228,25 @@ def test_residual_is_what_p_has_beyond_q():
     torch.testing.assert_close(residual(p, q), torch.tensor([[0.3, 0.0, 0.2], [0.1, 0.9, 0.0]]))
 
 
-@pytest.mark.parametrize("accept", [Exact(), Lenient(1.0)])
-def test_what_three_rejected_siblings_leave_completes_the_distribution(accept):
+def test_what_three_rejected_siblings_leave_completes_the_distribution():
     """Over six tokens, so that several are left after the last of them."""
-    generator = torch.Generator().manual_seed(3)
-    p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).pow(2).softmax(-1)
-    emitted, sampler = torch.zeros_like(p), Sampler(do_sample=True)
-    for drawn in itertools.permutations(range(6), 3):
-        chance, left = 1.0, 1.0
-        for token in drawn:
-            chance, left = chance * float(q[token]) / left, left - float(q[token])
-        tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
-        target = TargetProbs(tree, p.log().expand(1, 4, -1), sampler)
-        kept_chances = accept_probs(target, target.p)
-        for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
-            emitted[token] += chance * kept
-            chance *= 1 - kept
-        rest = accept.bonus_weights(target, torch.tensor([0]))[0]
-        emitted += chance * rest / rest.sum()
-    torch.testing.assert_close(emitted, p, rtol=0, atol=1e-12)
+    for accept in [Exact(), Lenient(1.0)]:
+        generator = torch.Generator().manual_seed(3)
+        p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).pow(2).softmax(-1)
+        emitted, sampler = torch.zeros_like(p), Sampler(do_sample=True)
+        for drawn in itertools.permutations(range(6), 3):
+            chance, left = 1.0, 1.0
+            for token in drawn:
+                chance, left = chance * float(q[token]) / left, left - float(q[token])
+            tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
+            target = TargetProbs(tree, p.log().expand(1, 4, -1), sampler)
+            kept_chances = accept_probs(target, target.p)
+            for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
+                emitted[token] += chance * kept
+                chance *= 1 - kept
+            rest = accept.bonus_weights(target, torch.tensor([0]))[0]
+            emitted += chance * rest / rest.sum()
+        torch.testing.assert_close(emitted, p, rtol=0, atol=1e-12)
 
 
 # --- walk() ---

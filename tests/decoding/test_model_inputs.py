@@ -147,24 +147,24 @@ def test_a_text_about_an_image_is_the_bases_own(family):
     assert not torch.equal(*texts), "the image makes no difference, so the test shows nothing"
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_positions_that_are_given_are_kept(several):
-    base = tiny_llama(eos_token_id=None)
-    prompts = [[27, 42, 22, 85, 13, 36], [44, 9]][: 1 + several]
-    inputs = padded(prompts)
-    columns = inputs["input_ids"].shape[1]
-    positions = torch.stack([torch.arange(columns) * 2 + 7, torch.arange(columns) + 30])[: len(prompts)]
-    plain = base.generate(**inputs, **OPTIONS)
-    expected = base.generate(**inputs, position_ids=positions, **OPTIONS)
-    assert not torch.equal(plain, expected)
-    for drafter in (None, DraftModel(base), convert(base, "eagle3").head):
-        tree = DynamicTree(8, 3, 3) if drafter is not None else None
-        out = specheads.generate(base, **inputs, position_ids=positions, **OPTIONS, draft=drafter, tree=tree)
-        assert torch.equal(out, expected)
-    from_zero = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
-    assert torch.equal(specheads.generate(base, **inputs, position_ids=from_zero, **OPTIONS), plain)
-    with pytest.raises(ValueError, match=r"position_ids= has shape \(3, 4\)"):
-        specheads.generate(base, **inputs, position_ids=torch.zeros(3, 4, dtype=torch.long), **OPTIONS)
+def test_positions_that_are_given_are_kept():
+    for several in [False, True]:
+        base = tiny_llama(eos_token_id=None)
+        prompts = [[27, 42, 22, 85, 13, 36], [44, 9]][: 1 + several]
+        inputs = padded(prompts)
+        columns = inputs["input_ids"].shape[1]
+        positions = torch.stack([torch.arange(columns) * 2 + 7, torch.arange(columns) + 30])[: len(prompts)]
+        plain = base.generate(**inputs, **OPTIONS)
+        expected = base.generate(**inputs, position_ids=positions, **OPTIONS)
+        assert not torch.equal(plain, expected)
+        for drafter in (None, DraftModel(base), convert(base, "eagle3").head):
+            tree = DynamicTree(8, 3, 3) if drafter is not None else None
+            out = specheads.generate(base, **inputs, position_ids=positions, **OPTIONS, draft=drafter, tree=tree)
+            assert torch.equal(out, expected)
+        from_zero = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        assert torch.equal(specheads.generate(base, **inputs, position_ids=from_zero, **OPTIONS), plain)
+        with pytest.raises(ValueError, match=r"position_ids= has shape \(3, 4\)"):
+            specheads.generate(base, **inputs, position_ids=torch.zeros(3, 4, dtype=torch.long), **OPTIONS)
 
 
 def test_token_types_are_kept():
@@ -309,13 +309,13 @@ def test_a_model_without_a_language_model_head_is_refused_everywhere(loader, tmp
         DraftModel(transformers.T5Model(transformers.T5Config(vocab_size=V, d_model=8, d_ff=8, num_layers=1)))
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
-def test_prompt_learning_adapters_are_refused_everywhere(kind):
+def test_prompt_learning_adapters_are_refused_everywhere():
     """Their virtual tokens are outside the base, which would decode as if they were not there."""
-    import peft
+    for kind in ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"]:
+        import peft
 
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    adapted = peft.get_peft_model(tiny_llama(), config)
-    for call in uses_of(adapted):
-        with pytest.raises(UnsupportedModel, match=f"{kind} puts virtual tokens before each prompt"):
-            call()
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        adapted = peft.get_peft_model(tiny_llama(), config)
+        for call in uses_of(adapted):
+            with pytest.raises(UnsupportedModel, match=f"{kind} puts virtual tokens before each prompt"):
+                call()

@@ -219,30 +219,30 @@ class Events:
         return []
 
 
-@pytest.mark.parametrize(("kind", "levels"), [(NGramStorage, (3, 2, 1)), (OneLevelNGramStorage, (3,))])
-def test_a_storage_answers_as_its_events_do(kind, levels):
-    rng = random.Random(0)
-    own, reference = kind(4, 50), Events(levels)
-    prompt = random_row(rng, 4, 30)
-    own.initialize(prompt)
-    for index in range(1, len(prompt)):
-        reference.update(prompt[:index], prompt[index : index + 1])
-    unknown = 0
-    for _ in range(150):
-        asked = random_row(rng, 5, rng.randint(1, 6))
-        ranked = reference.ranked(asked)
-        token, known = own.next_token(asked)
-        assert known == bool(ranked)
-        assert 0 <= token < 50
-        assert not known or token == ranked[0]
-        assert own.followers(asked, 3) == ranked[:3]
-        unknown += not known
-        more = [rng.randrange(4) for _ in range(rng.randint(1, 3))]
-        own.update(asked, more)
-        reference.update(asked, more)
-    assert unknown, "every context was known, so stopping was not tried"
-    own.reset()
-    assert not own.next_token(prompt)[1]
+def test_a_storage_answers_as_its_events_do():
+    for kind, levels in [(NGramStorage, (3, 2, 1)), (OneLevelNGramStorage, (3,))]:
+        rng = random.Random(0)
+        own, reference = kind(4, 50), Events(levels)
+        prompt = random_row(rng, 4, 30)
+        own.initialize(prompt)
+        for index in range(1, len(prompt)):
+            reference.update(prompt[:index], prompt[index : index + 1])
+        unknown = 0
+        for _ in range(150):
+            asked = random_row(rng, 5, rng.randint(1, 6))
+            ranked = reference.ranked(asked)
+            token, known = own.next_token(asked)
+            assert known == bool(ranked)
+            assert 0 <= token < 50
+            assert not known or token == ranked[0]
+            assert own.followers(asked, 3) == ranked[:3]
+            unknown += not known
+            more = [rng.randrange(4) for _ in range(rng.randint(1, 3))]
+            own.update(asked, more)
+            reference.update(asked, more)
+        assert unknown, "every context was known, so stopping was not tried"
+        own.reset()
+        assert not own.next_token(prompt)[1]
 
 
 def test_unknown_contexts_give_the_same_random_ids_again_after_a_reset():
@@ -262,22 +262,22 @@ def learned_counts(own):
     }
 
 
-@pytest.mark.parametrize("fillers", [1, 3])
-def test_the_storage_learns_the_text_and_the_targets_other_likely_ids(fillers):
-    base, prompt = repetitive_model("Llama"), ROWS[1][:40]
-    drafter = NGram(4, storage=storage(4), filler_top_k=fillers)
-    out = generate(
-        base, draft=drafter, **padded([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
-    )
-    assert out.statistics()["accepted"]
-    text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted after the last step
-    reference = storage(4)
-    reference.initialize(text)
-    with torch.no_grad():
-        top = base(torch.tensor([text])).logits[0].topk(fillers).indices.tolist()
-    for index in range(len(prompt), len(text)) if fillers > 1 else ():
-        reference.update(text[:index], top[index - 1])
-    assert learned_counts(drafter.storage) == learned_counts(reference)
+def test_the_storage_learns_the_text_and_the_targets_other_likely_ids():
+    for fillers in [1, 3]:
+        base, prompt = repetitive_model("Llama"), ROWS[1][:40]
+        drafter = NGram(4, storage=storage(4), filler_top_k=fillers)
+        out = generate(
+            base, draft=drafter, **padded([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
+        )
+        assert out.statistics()["accepted"]
+        text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted after the last step
+        reference = storage(4)
+        reference.initialize(text)
+        with torch.no_grad():
+            top = base(torch.tensor([text])).logits[0].topk(fillers).indices.tolist()
+        for index in range(len(prompt), len(text)) if fillers > 1 else ():
+            reference.update(text[:index], top[index - 1])
+        assert learned_counts(drafter.storage) == learned_counts(reference)
 
 
 def test_the_targets_likeliest_ids_are_those_along_the_accepted_path():
@@ -308,24 +308,23 @@ def test_of_the_targets_likely_ids_counted_alike_the_likeliest_comes_first():
     assert drafter.storage.followers([1], 4) == [2, 5, 6, 7]
 
 
-@pytest.mark.parametrize("reset_between", [True, False])
-def test_what_was_learned_stays_between_prompts_if_reset_between_is_false(reset_between):
-    base = repetitive_model("Llama")
-    drafter = NGram(4, storage=storage(), reset_between=reset_between)
-    for row in (ROWS[2], [50, 51, 52]):
-        generate(base, draft=drafter, **padded([row]), do_sample=False, max_new_tokens=5)
-    assert drafter.storage.next_token([50, 51]) == (52, True)
-    assert (((11, 12), 13) in learned_counts(drafter.storage)) != reset_between
-    drafter.reset()
-    assert not learned_counts(drafter.storage)
+def test_what_was_learned_stays_between_prompts_if_reset_between_is_false():
+    for reset_between in [True, False]:
+        base = repetitive_model("Llama")
+        drafter = NGram(4, storage=storage(), reset_between=reset_between)
+        for row in (ROWS[2], [50, 51, 52]):
+            generate(base, draft=drafter, **padded([row]), do_sample=False, max_new_tokens=5)
+        assert drafter.storage.next_token([50, 51]) == (52, True)
+        assert (((11, 12), 13) in learned_counts(drafter.storage)) != reset_between
+        drafter.reset()
+        assert not learned_counts(drafter.storage)
 
 
 # --- Bad options ---
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_bad_options_are_named():
+    for make, message in [
         (lambda: PromptLookup(0), "num_tokens=0 must be a whole number of at least 1"),
         (lambda: PromptLookup(2.5), "num_tokens=2.5 must be"),
         (lambda: PromptLookup(width=0), "width=0 must be"),
@@ -336,8 +335,6 @@ def test_what_was_learned_stays_between_prompts_if_reset_between_is_false(reset_
         (lambda: NGramStorage(3, 0), "vocab_size=0 must be"),
         (lambda: storage().next_token([1, 2], level=3), r"has no level 3: ask for \(2, 1\)"),
         (lambda: storage().next_token([1, 2], level=2), "level 2 has seen no context of 2 ids yet"),
-    ],
-)
-def test_bad_options_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()

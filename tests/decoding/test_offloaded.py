@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from accelerate import cpu_offload
 
@@ -30,26 +29,26 @@ def offloaded(model):
     return model
 
 
-@pytest.mark.parametrize("what", TEXTS)
-def test_an_offloaded_base(what):
-    models = [shallow_spec_model("eagle3"), offloaded(shallow_spec_model("eagle3"))]
-    expected, found = [TEXTS[what](model.base, model.eval()) for model in models]
-    assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+def test_an_offloaded_base():
+    for what in TEXTS:
+        models = [shallow_spec_model("eagle3"), offloaded(shallow_spec_model("eagle3"))]
+        expected, found = [TEXTS[what](model.base, model.eval()) for model in models]
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
-@pytest.mark.parametrize("draft", ["lookup", "small"])
-def test_an_offloaded_encoder_decoder(draft):
-    base = tiny_t5()
-    texts = []
-    for model in (base, offloaded(base)):
-        drafter = DraftModel(near(base, 0.02) if model is base else offloaded(near(base, 0.02)))
-        found = specheads.generate_many(model, PROMPTS, **OPTIONS, draft=drafter if draft == "small" else draft)
-        texts.append([one.tokens for one in found])
-    assert texts[0] == texts[1]
+def test_an_offloaded_encoder_decoder():
+    for draft in ["lookup", "small"]:
+        base = tiny_t5()
+        texts = []
+        for model in (base, offloaded(base)):
+            drafter = DraftModel(near(base, 0.02) if model is base else offloaded(near(base, 0.02)))
+            found = specheads.generate_many(model, PROMPTS, **OPTIONS, draft=drafter if draft == "small" else draft)
+            texts.append([one.tokens for one in found])
+        assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next", "Zamba2"])
-def test_an_offloaded_hybrid(name):
-    base = build(*RECURRENT[name])
-    expected = specheads.generate(base, **padded(PROMPTS), **OPTIONS, draft="lookup")
-    assert torch.equal(specheads.generate(offloaded(base), **padded(PROMPTS), **OPTIONS, draft="lookup"), expected)
+def test_an_offloaded_hybrid():
+    for name in ["Qwen3-Next", "Zamba2"]:
+        base = build(*RECURRENT[name])
+        expected = specheads.generate(base, **padded(PROMPTS), **OPTIONS, draft="lookup")
+        assert torch.equal(specheads.generate(offloaded(base), **padded(PROMPTS), **OPTIONS, draft="lookup"), expected)

@@ -120,15 +120,16 @@ def best_trees(draft, row, size, depth, width):
     return max(worth.values()), worth
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize(("size", "depth", "width"), [(1, 3, 2), (4, 4, 2), (5, 2, 3), (5, 5, 3), (6, 3, 2)])
-def test_a_best_first_tree_is_the_best_of_all_trees_of_its_size(scale, size, depth, width):
-    draft, plan = TableDraft(2, 4, seed=size, scale=scale), BestFirstTree(size + 1, depth, width)
-    tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, Sampler(), 4)
-    assert tree.num_nodes == plan.num_nodes and draft.calls <= depth
-    for row in range(2):
-        most, worth = best_trees(draft, row, size, depth, width)
-        assert worth[frozenset(paths_of(tree, row)[1:])] == pytest.approx(most, rel=1e-6)
+def test_a_best_first_tree_is_the_best_of_all_trees_of_its_size():
+    for scale, (size, depth, width) in itertools.product(
+        [0.3, 1.0, 3.0], [(1, 3, 2), (4, 4, 2), (5, 2, 3), (5, 5, 3), (6, 3, 2)]
+    ):
+        draft, plan = TableDraft(2, 4, seed=size, scale=scale), BestFirstTree(size + 1, depth, width)
+        tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, Sampler(), 4)
+        assert tree.num_nodes == plan.num_nodes and draft.calls <= depth
+        for row in range(2):
+            most, worth = best_trees(draft, row, size, depth, width)
+            assert worth[frozenset(paths_of(tree, row)[1:])] == pytest.approx(most, rel=1e-6)
 
 
 def test_a_best_first_tree_expands_no_more_nodes_than_it_states():
@@ -145,27 +146,25 @@ def test_a_best_first_tree_expands_no_more_nodes_than_it_states():
         assert max(seen) <= (plan.beams or 20)
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_every_tree_is_well_formed(name, batch):
-    draft = TableDraft(batch, 11, seed=batch)
-    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(0))
-    tree = PLANS[name].grow(torch.arange(batch), draft, sampler, 11)
-    assert_well_formed(tree, PLANS[name])
-    assert tree.tokens[:, 0].tolist() == list(range(batch))
-    assert tree.num_nodes == PLANS[name].num_nodes
+def test_every_tree_is_well_formed():
+    for name, batch in itertools.product(PLANS, [1, 3]):
+        draft = TableDraft(batch, 11, seed=batch)
+        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(0))
+        tree = PLANS[name].grow(torch.arange(batch), draft, sampler, 11)
+        assert_well_formed(tree, PLANS[name])
+        assert tree.tokens[:, 0].tolist() == list(range(batch))
+        assert tree.num_nodes == PLANS[name].num_nodes
 
 
-@pytest.mark.parametrize("scale", [0.5, 2.0, 8.0])
-@pytest.mark.parametrize(
-    "plan", [DynamicTree(8, 3, 2), DynamicTree(12, 4, 4), DynamicTree(30, 5, 3), DynamicTree(2, 3, 2)], ids=repr
-)
-def test_dynamic_tree_is_eagle2(plan, scale):
-    draft = TableDraft(4, 9, seed=int(10 * scale), scale=scale)
-    tree = plan.grow(torch.zeros(4, dtype=torch.long), draft, Sampler(), 9)
-    assert_well_formed(tree, plan)
-    for row in range(4):
-        assert set(paths_of(tree, row)[1:]) == set(eagle2(draft, row, plan))
+def test_dynamic_tree_is_eagle2():
+    for scale, plan in itertools.product(
+        [0.5, 2.0, 8.0], [DynamicTree(8, 3, 2), DynamicTree(12, 4, 4), DynamicTree(30, 5, 3), DynamicTree(2, 3, 2)]
+    ):
+        draft = TableDraft(4, 9, seed=int(10 * scale), scale=scale)
+        tree = plan.grow(torch.zeros(4, dtype=torch.long), draft, Sampler(), 9)
+        assert_well_formed(tree, plan)
+        for row in range(4):
+            assert set(paths_of(tree, row)[1:]) == set(eagle2(draft, row, plan))
 
 
 def test_dynamic_tree_through_a_draft_vocabulary_is_eagle2():
@@ -224,9 +223,8 @@ def test_a_chain_is_the_greedy_draft():
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_an_impossible_plan_is_refused_with_the_reason():
+    for make, message in [
         (lambda: StaticTree(()), "at least one choice"),
         (lambda: StaticTree(((),)), "not a path of ranks"),
         (lambda: StaticTree(((0,), (-1,))), "not a path of ranks"),
@@ -241,11 +239,9 @@ def test_a_chain_is_the_greedy_draft():
         (lambda: BestFirstTree(beams=0), "beams=0"),
         (lambda: SampledTree(()), "at least one level"),
         (lambda: SampledTree((2, 0)), "branches=0"),
-    ],
-)
-def test_an_impossible_plan_is_refused_with_the_reason(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_static_choices_are_put_in_order_once():
@@ -271,16 +267,16 @@ def test_fewer_tokens_than_branches_leave_empty_slots_and_none_below_them():
     assert_well_formed(tree, plan)
 
 
-@pytest.mark.parametrize("ids", [None, [2, 5, 6]])
-def test_nothing_is_drafted_where_processors_rule_out_every_token(ids):
-    from transformers import LogitsProcessorList
-    from transformers.generation import SuppressTokensLogitsProcessor
+def test_nothing_is_drafted_where_processors_rule_out_every_token():
+    for ids in [None, [2, 5, 6]]:
+        from transformers import LogitsProcessorList
+        from transformers.generation import SuppressTokensLogitsProcessor
 
-    ruled_out = LogitsProcessorList([SuppressTokensLogitsProcessor([2, 5, 6] if ids else [0, 1, 2])])
-    draft = TableDraft(1, 3, ids=ids)
-    sampler = Sampler(ruled_out, do_sample=True, generator=torch.Generator().manual_seed(3))
-    tree = SampledTree((2, 1)).grow(torch.tensor([0]), draft, sampler, 8 if ids else 3)
-    assert tree.parents[0, :3].tolist() == [-1, -1, -1]
+        ruled_out = LogitsProcessorList([SuppressTokensLogitsProcessor([2, 5, 6] if ids else [0, 1, 2])])
+        draft = TableDraft(1, 3, ids=ids)
+        sampler = Sampler(ruled_out, do_sample=True, generator=torch.Generator().manual_seed(3))
+        tree = SampledTree((2, 1)).grow(torch.tensor([0]), draft, sampler, 8 if ids else 3)
+        assert tree.parents[0, :3].tolist() == [-1, -1, -1]
 
 
 def test_processors_know_drafted_tokens_by_their_target_ids():

@@ -6,16 +6,20 @@ import random
 
 import pytest
 
-from specheads.decoding.planner import StaticTree, chain
+from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
-from specheads.decoding.planner.by_cost.choice import CAUTION, LUCK, Choice, Worth, choose, probe_is_due, reading_pays
-from specheads.decoding.planner.by_cost.estimates import (
-    COPY_BUCKETS,
-    COPY_SHARES,
-    CopyEstimate,
-    HeadEstimate,
+from specheads.decoding.planner.by_cost.candidates import MIN_GAIN, Candidates, make_candidates
+from specheads.decoding.planner.by_cost.estimates import COPY_BUCKETS, COPY_SHARES, CopyEstimate, HeadEstimate
+from specheads.decoding.planner.by_cost.step_planner import (
+    ROW_DRIFT,
+    BatchValue,
+    Choice,
+    StepPlanner,
+    StepState,
+    choose,
+    probe_is_due,
+    reading_pays,
 )
-from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, make_menu
 from specheads.decoding.planner.static import likeliest_tree
 from tests.support.auto_costs import RANKS, costs
 
@@ -62,75 +66,60 @@ def gain(tree):
     return sum(math.prod(RANKS[depth][rank] for depth, rank in enumerate(choice)) for choice in tree.choices)
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(2, 3), (4, 2), (4, 3), (5, 2)])
-def test_the_likeliest_tree_is_the_best_of_all(nodes, depth):
-    width = 3 if depth < 3 else 2
-    found = likeliest_tree([row[:width] for row in RANKS], nodes, depth)
-    assert found.num_nodes == nodes and found.depth <= depth
-    assert gain(found) == pytest.approx(max(map(gain, all_trees(nodes, depth, width))))
-    assert HeadEstimate(RANKS, 3).tree_gain(found.choices) == pytest.approx(gain(found))
-
-
-@pytest.mark.parametrize("level", [0.0, 0.5, 3.0])
-def test_a_level_that_costs_more_makes_a_shallower_tree(level):
-    def rate(tree):
-        own = costs(level=level)
-        return (1 + gain(tree)) / (own.step(1, tree.num_nodes, 0) + own.draft(1, Shape(tree).levels, 1))
-
-    found = fastest_tree(RANKS, 5, 2, costs(level=level), 1)
-    flat = StaticTree(((0,), (1,), (2,)))  # all there is of depth 1
-    assert rate(found) == pytest.approx(max(map(rate, [flat, *all_trees(5, 2, 3)])))
-    assert found.depth == (1 if level == 3.0 else 2) or level == 0.5
+def test_the_likeliest_tree_is_the_best_of_all():
+    for nodes, depth in ((2, 3), (4, 2), (4, 3), (5, 2)):
+        width = 3 if depth < 3 else 2
+        best = likeliest_tree([row[:width] for row in RANKS], nodes, depth)
+        assert best.num_nodes == nodes and best.depth <= depth
+        assert gain(best) == pytest.approx(max(map(gain, all_trees(nodes, depth, width))))
 
 
 def brute_force(menu, head_gains, copy_gains, time):
-    """The best rate over all ways to give each row the head's tree, a copy or nothing within one size; that of no draft
-    unless another is ahead of it by CAUTION."""
-    best, plain = 0.0, len(copy_gains) / time(1, None)
-    for index, shape in [(None, None), *enumerate(menu.shapes)]:
+    """The best rate over all ways to give each row the head's chain, a copy or nothing within one size; that of no
+    draft unless another is ahead of it by MIN_GAIN."""
+    best, plain = 0.0, len(copy_gains) / time(1, 0)
+    for index, depth in [(None, 0), *enumerate(menu.chains)]:
         for nodes in menu.sizes:
-            if shape is not None and nodes < shape.nodes:
+            if nodes <= depth:
                 continue
             total = 0.0
             for b, copies in enumerate(copy_gains):
-                total += 1 + max(
-                    0.0, copies[min(nodes, len(copies)) - 1], 0.0 if index is None else head_gains[index][b]
-                )
-            best = max(best, total / time(nodes, shape))
-    return best if best > plain * (1 + CAUTION) else plain
+                drafted = 0.0 if index is None else head_gains[index][b]
+                total += 1 + max(0.0, copies[min(nodes, len(copies)) - 1], drafted)
+            best = max(best, total / time(nodes, depth))
+    return best if best > plain * (1 + MIN_GAIN) else plain
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_choice_is_the_best_of_the_menu(seed):
-    coin = random.Random(seed)
-    own = costs(coin.uniform(0, 2), coin.uniform(1, 8), coin.uniform(0, 1), coin.uniform(0, 1))
-    menu = Menu((Shape(chain(1)), Shape(chain(3)), Shape(StaticTree(((0,), (1,), (0, 0))))), (1, 2, 4, 6))
-    rows = coin.randint(1, 3)
-    heads = [sorted(coin.uniform(0, 2) for _ in menu.shapes) for _ in range(rows)]
-    head_gains = [[row[i] for row in heads] for i in range(len(menu.shapes))]
-    longest = coin.choice((0, 3, 5))
-    copies = [[0.0, *itertools.accumulate(coin.uniform(0, most) for _ in range(longest))]
-              for most in coin.choices((0, 1), (1, 2), k=rows)]  # fmt: skip
+def test_the_choice_is_the_best_of_the_menu():
+    for seed in range(40):
+        coin = random.Random(seed)
+        own = costs(coin.uniform(0, 2), coin.uniform(1, 8), coin.uniform(0, 1), coin.uniform(0, 1))
+        menu, rows = Candidates((1, 2, 3), (1, 2, 4, 6)), coin.randint(1, 3)
+        heads = [sorted(coin.uniform(0, 2) for _ in menu.chains) for _ in range(rows)]
+        head_gains = [[row[i] for row in heads] for i in range(len(menu.chains))]
+        longest = coin.choice((0, 3, 5))
+        copies = [[0.0, *itertools.accumulate(coin.uniform(0, most) for _ in range(longest))]
+                  for most in coin.choices((0, 1), (1, 2), k=rows)]  # fmt: skip
 
-    def time(nodes, shape):
-        return own.step(rows, nodes, 64) + (own.draft(rows, shape.levels, 1) if shape else 0)
+        def time(nodes, depth, own=own, rows=rows):
+            return own.step(rows, nodes, 64) + (own.draft_chain(rows, depth, 1) if depth else 0)
 
-    step_ms = [time(nodes, None) for nodes in menu.sizes]
-    best = choose(menu, head_gains, copies, step_ms, [own.draft(rows, s.levels, 1) for s in menu.shapes], Worth(rows))
-    assert best.rate == pytest.approx(brute_force(menu, head_gains, copies, time))
-    assert best.ms == pytest.approx(time(best.nodes, best.shape))
+        draft_ms = [own.draft_chain(rows, depth, 1) for depth in menu.chains]
+        best = choose(menu, head_gains, copies, [time(nodes, 0) for nodes in menu.sizes], draft_ms, BatchValue(rows))
+        assert best.rate == pytest.approx(brute_force(menu, head_gains, copies, time))
+        assert best.ms == pytest.approx(time(best.nodes, best.depth))
 
 
 def test_drafts_of_rows_that_others_wait_for_are_worth_nothing():
-    alone, together = Worth(1, [40], [1.5]), Worth(3)
+    alone, together = BatchValue(1, [40], [1.5]), BatchValue(3)
     assert alone([2.5]) == 3.5 and together([1.0, 0.0, 2.0]) == 6.0
-    worth = Worth(3, [60, 60, 20], [1.0, 1.0, 1.0])
-    assert worth([0.0] * 3) == pytest.approx(3)
-    assert worth([1.0] * 3) == pytest.approx(6, rel=0.01)
-    assert worth([0.0, 0.0, 10.0]) == pytest.approx(3, abs=0.01)  # it ends long before the others
-    assert 3.5 < worth([1.0, 0.0, 0.0]) < 4.5 and worth([1.0, 0.0, 0.0]) == pytest.approx(worth([0.0, 1.0, 0.0]))
-    assert worth([9.0, 0.0, 0.0]) < 0.7 * worth([4.5, 4.5, 0.0])  # a lead is soon worth no more
-    fast = Worth(2, [60, 60], [3.0, 1.0])  # the first needs 20 steps, the second 60
+    value = BatchValue(3, [60, 60, 20], [1.0, 1.0, 1.0])
+    assert value([0.0] * 3) == pytest.approx(3)
+    assert value([1.0] * 3) == pytest.approx(6, rel=0.01)
+    assert value([0.0, 0.0, 10.0]) == pytest.approx(3, abs=0.01)  # it ends long before the others
+    assert 3.5 < value([1.0, 0.0, 0.0]) < 4.5 and value([1.0, 0.0, 0.0]) == pytest.approx(value([0.0, 1.0, 0.0]))
+    assert value([9.0, 0.0, 0.0]) < 0.7 * value([4.5, 4.5, 0.0])  # a lead is soon worth no more
+    fast = BatchValue(2, [60, 60], [3.0, 1.0])  # the first needs 20 steps, the second 60
     assert fast([5.0, 0.0]) == pytest.approx(2, abs=0.01) and fast([0.0, 1.0]) > 3.5
 
 
@@ -141,7 +130,7 @@ def test_what_gains_are_worth_is_what_they_take_off_the_time(seed):
     remaining = [coin.randint(1, 90) for _ in range(rows)]
     pace, gains = ([coin.uniform(low, 3) for _ in range(rows)] for low in (1, 0))
     steps = [left / tokens for left, tokens in zip(remaining, pace, strict=True)]
-    scale = LUCK * max(steps) ** 0.5
+    scale = ROW_DRIFT * max(steps) ** 0.5
 
     def time(gains):
         left = [(n - 1 - gain) / tokens for n, gain, tokens in zip(remaining, gains, pace, strict=True)]
@@ -149,10 +138,10 @@ def test_what_gains_are_worth_is_what_they_take_off_the_time(seed):
 
     now = scale * math.log(sum(math.exp(n / scale) for n in steps))
     expected = rows * (now - time(gains)) / (now - time([0.0] * rows))
-    worth = Worth(rows, remaining, pace)
-    assert worth(gains) == pytest.approx(expected) and worth(gains) < worth.at_most(gains)
+    value = BatchValue(rows, remaining, pace)
+    assert value(gains) == pytest.approx(expected) and value(gains) < value.at_most(gains)
     few = [gain * 1e-6 for gain in gains]
-    assert worth.at_most(few) - rows == pytest.approx(worth(few) - rows, rel=1e-3)
+    assert value.at_most(few) - rows == pytest.approx(value(few) - rows, rel=1e-3)
 
 
 def batch_ms(own, menu, right, waiting, tokens=96):
@@ -163,8 +152,12 @@ def batch_ms(own, menu, right, waiting, tokens=96):
     while any(left):
         runs = [b for b in range(rows) if left[b]]
         gains = [[0.0, *itertools.accumulate(right[b] ** n for n in range(1, 8))] for b in runs]
-        worth = Worth(len(runs)) if waiting else Worth(len(runs), [left[b] for b in runs], [pace[b] for b in runs])
-        best = choose(menu, [], gains, [own.step(rows, nodes, 64) for nodes in menu.sizes], [], worth)
+        value = (
+            BatchValue(len(runs))
+            if waiting
+            else BatchValue(len(runs), [left[b] for b in runs], [pace[b] for b in runs])
+        )
+        best = choose(menu, [], gains, [own.step(rows, nodes, 64) for nodes in menu.sizes], [], value)
         total += best.ms
         for b, copies in zip(runs, best.copies, strict=True):
             most = min(best.nodes - 1, 7) if copies else 0
@@ -176,7 +169,7 @@ def batch_ms(own, menu, right, waiting, tokens=96):
 
 def test_a_batch_is_not_slowed_down_for_rows_that_end_before_the_others():
     own = costs(per_node=0.5)
-    menu = make_menu(own, 4, RANKS, 5, head=False)
+    menu = make_candidates(own, 4, 5, head=False)
     plain = 96 * own.step(4, 1, 64)
     assert batch_ms(own, menu, [0.9, 0.9, 0.9, 0.0], waiting=True) > 1.2 * plain  # where others wait, it pays
     assert batch_ms(own, menu, [0.9, 0.9, 0.9, 0.0], waiting=False) < 1.1 * plain
@@ -184,16 +177,13 @@ def test_a_batch_is_not_slowed_down_for_rows_that_end_before_the_others():
 
 
 def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_then():
-    menu = make_menu(costs(per_node=2.0), 1, RANKS, 5, head=True)
     own = costs(per_node=2.0)
-
-    def time(nodes, shape):
-        return own.step(1, nodes, 64) + (own.draft(1, shape.levels, 1) if shape else 0)
-
-    step_ms, draft_ms = [time(n, None) for n in menu.sizes], [own.draft(1, s.levels, 1) for s in menu.shapes]
-    best = choose(menu, [[0.1] for _ in menu.shapes], [[0.0]], step_ms, draft_ms, Worth(1))
-    assert best.shape is None and best.nodes == 1
-    probe = time(2, menu.shapes[0])
+    menu = make_candidates(own, 1, 5, head=True)
+    step_ms = [own.step(1, nodes, 64) for nodes in menu.sizes]
+    draft_ms = [own.draft_chain(1, depth, 1) for depth in menu.chains]
+    best = choose(menu, [[0.1] for _ in menu.chains], [[0.0]], step_ms, draft_ms, BatchValue(1))
+    assert best.depth == 0 and best.nodes == 1
+    probe = own.step(1, 2, 64) + own.draft_chain(1, menu.chains[0], 1)
     waits = next(idle for idle in itertools.count() if probe_is_due(best, probe, 1, idle))
     assert 0.015 < (probe - best.ms) / (waits * best.ms) <= 0.02
 
@@ -214,67 +204,61 @@ def test_what_a_copy_gains_is_the_product_of_shares_of_longer_and_longer_matches
 def test_reading_the_prompt_pays_if_the_rest_of_the_text_takes_less_time_with_it_by_a_margin():
     noise, pays = random.Random(0), 0
     for _ in range(200):
-        best = Choice(Shape(chain(2)), 3, (), noise.uniform(1.5, 3), noise.uniform(4, 8))
-        without, share = Choice(None, 1, (), noise.uniform(1, 1.5), 4.0), noise.random()
+        best = Choice(2, 3, (), noise.uniform(1.5, 3), noise.uniform(4, 8))
+        without, share = Choice(0, 1, (), noise.uniform(1, 1.5), 4.0), noise.random()
         tokens, read_ms = noise.uniform(1, 100), noise.uniform(0, 100)
         steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
         instead = steps * share * best.tokens / without.rate  # of the steps without the head in the head's place
-        faster = steps * share * best.ms + read_ms <= instead / (1 + CAUTION)
+        faster = steps * share * best.ms + read_ms <= instead / (1 + MIN_GAIN)
         assert reading_pays(best, without, share, tokens, read_ms) == faster
         pays += faster
     assert 20 < pays < 180
 
 
 def test_a_head_that_cannot_pay_if_all_is_accepted_is_left_out_unless_the_text_gets_long():
-    assert make_menu(costs(per_node=1.0, read=3.0), 1, RANKS, 5, head=True).shapes
+    assert make_candidates(costs(per_node=1.0, read=3.0), 1, 5, head=True).chains
     # A chain of n takes 4 + 3 n + 3 + (n - 1) / 2 ms, and 1 + n plain steps take 4 + 4 n: it pays from 14 on.
-    dear = make_menu(costs(per_node=3.0, read=3.0), 1, RANKS, 5, head=True)
-    assert not dear.shapes and 32 in dear.sizes  # a copy is not drafted
+    dear = make_candidates(costs(per_node=3.0, read=3.0), 1, 5, head=True)
+    assert not dear.chains and 32 in dear.sizes  # a copy is not drafted
     short, long = Curve(((1, 4.0), (64, 193.0))), Curve(((1, 40.0), (64, 229.0)))
     flat = Curve(((1, 0.0),))
     own = StepCosts(1, {64: short, 1024: long}, flat, flat, Curve(((1, 3.0),)), Curve(((1, 0.5),)))
-    assert not make_menu(own, 1, RANKS, 5, head=True, longest=64).shapes
-    assert make_menu(own, 1, RANKS, 5, head=True, longest=1024).shapes
+    assert not make_candidates(own, 1, 5, head=True, longest=64).chains
+    assert make_candidates(own, 1, 5, head=True, longest=1024).chains
 
 
 def test_the_menu_holds_what_can_pay_and_fits_limits():
-    wide, narrow = (make_menu(costs(per_node=c), 1, RANKS, 4, head=True) for c in (0.01, 3.0))
-    assert wide.sizes[-1] > 32
-    assert max(shape.nodes for shape in narrow.shapes) < 8 and narrow.sizes[-1] == 32  # a copy may be right to its end
-    assert make_menu(costs(per_node=5.0), 1, RANKS, 4, head=False).sizes == (1,)
-    assert max(shape.depth for shape in wide.shapes) == 4  # no deeper than the head drafts
-    assert all(shape.nodes <= 5 and shape.depth <= 2 for shape in wide.within(5, 2).shapes)
-    assert wide.within(1, 0).sizes == (1,) and not wide.within(1, 0).shapes
-    assert not make_menu(costs(), 1, RANKS, 4, head=False).shapes
-    chains = make_menu(costs(per_node=0.01), 1, RANKS, 4, head=True, branching=False).shapes
-    assert chains == tuple(shape for shape in wide.shapes if shape.is_chain) != wide.shapes
-    shape = Shape(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0))))
-    assert shape.levels == (2, 1) and not shape.is_chain
-    assert shape.children == {(): [(0,), (1,), (2,)], (0,): [(0, 0)], (1,): [(1, 0)], (0, 0): [(0, 0, 0)]}
+    wide = make_candidates(costs(per_node=0.01), 1, 4, head=True)
+    assert wide.chains == (1, 2, 3, 4) and wide.sizes[-1] == 32  # no deeper than the head drafts
+    assert make_candidates(costs(per_node=5.0), 1, 4, head=False).sizes == (1,)
+    assert wide.within(3).chains == (1, 2) and wide.within(3).sizes == (1, 2, 3)
+    assert wide.within(1).sizes == (1,) and not wide.within(1).chains
+    assert not make_candidates(costs(), 1, 4, head=False).chains
+
+
+def test_what_each_row_gained_is_learnt():
+    own = costs(batch=2)
+    planner = StepPlanner(own, make_candidates(own, 2, 5, head=False), [0.6], 2)
+    planner.pace = [2.0, 1.0]
+    planner.choose(StepState(planner.candidates, [(4, [3, 4, 9]), (0, [])], [90, 90], False, 64))
+    planner.learn([[3, 7], [8]], [])
+    assert planner.pace == pytest.approx([2.0, 1.0])
+    copied = planner.copied[0].shares[3]
+    assert (copied.trials, copied.hits) == pytest.approx((1 + 31 / 32, 31 / 32))  # 3 was right, and 4 was not
 
 
 def test_estimates_follow_the_tokens():
-    head = HeadEstimate(RANKS, 3)
-    assert head.means == pytest.approx([0.6, 0.5, 0.3])
+    head = HeadEstimate([0.6, 0.5, 0.3], 4)
+    assert head.means == pytest.approx([0.6, 0.5, 0.3, 0.3])
+    assert head.gains == pytest.approx([0, 0.6, 0.9, 0.99, 1.017])
     for _ in range(200):
-        head.add(0, None)
+        head.add(0, 3)
     assert head.means[0] < 0.1 and head.means[1] < 0.1  # deeper ones are assumed to be as bad
     for _ in range(200):
-        head.add(0, 0)
-    assert head.means[0] > 0.9 and sum(head.rank_shares(0)) == pytest.approx(1, abs=0.05)
-    flat, lone = HeadEstimate(RANKS, 1), HeadEstimate(RANKS, 1)
-    for _ in range(50):
-        flat.add(0, None, width=3)
-        lone.add(0, None)
-    assert (
-        sum(flat.rank_shares(0)[1:])
-        < sum(lone.rank_shares(0)[1:])
-        < 0.1
-        < sum(HeadEstimate(RANKS, 1).rank_shares(0)[1:])
-    )
-    for _ in range(100):
-        flat.add(0, 1, width=3)
-    assert flat.rank_shares(0)[1] > lone.rank_shares(0)[1]
+        head.add(1, 3)
+    assert head.means[0] > 0.9 and head.means[1] < 0.1
+    head.fade(1000)
+    assert head.means == pytest.approx([0.6, 0.5, 0.3, 0.3])
     copies = CopyEstimate()
     shortest, before = copies.gains(1, 1), copies.gains(8, 3)
     assert copies.gains(0, 3) == [0, 0, 0, 0] and shortest[1] < before[1]

@@ -73,13 +73,13 @@ class NothingAfter(LogitsProcessor):
         return scores.masked_fill((input_ids == EOS).any(1, keepdim=True), -torch.inf)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_processor_that_allows_nothing_after_an_end_is_no_reason_to_stop(model, seed):
-    options = {"max_new_tokens": 16, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True, "top_k": 0}
-    more = {"sequence_bias": [[[EOS], 4.0]], "logits_processor": LogitsProcessorList([NothingAfter()])}
-    for tree in (None, SampledTree((2, 2, 1))):
-        out = model.generate(**BATCHES["ragged"], **options, **more, seed=seed, tree=tree)
-        assert EOS in out[:, 9:]
+def test_a_processor_that_allows_nothing_after_an_end_is_no_reason_to_stop(model):
+    for seed in range(12):
+        options = {"max_new_tokens": 16, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True, "top_k": 0}
+        more = {"sequence_bias": [[[EOS], 4.0]], "logits_processor": LogitsProcessorList([NothingAfter()])}
+        for tree in (None, SampledTree((2, 2, 1))):
+            out = model.generate(**BATCHES["ragged"], **options, **more, seed=seed, tree=tree)
+            assert EOS in out[:, 9:]
 
 
 class Table(LogitsProcessor):
@@ -96,10 +96,10 @@ class Table(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_table_of_as_many_steps_as_tokens_is_enough(model, batch):
-    table = Table(BATCHES[batch]["input_ids"].shape[1], 24)
-    assert_same(model, BATCHES[batch], logits_processor=LogitsProcessorList([table]), eos_token_id=None)
+def test_a_table_of_as_many_steps_as_tokens_is_enough(model):
+    for batch in BATCHES:
+        table = Table(BATCHES[batch]["input_ids"].shape[1], 24)
+        assert_same(model, BATCHES[batch], logits_processor=LogitsProcessorList([table]), eos_token_id=None)
 
 
 def test_nothing_follows_an_end_or_the_last_token_there_is_room_for():
@@ -122,23 +122,24 @@ class Shown(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_processors_see_the_padding_that_the_caller_gave(side):
+def test_processors_see_the_padding_that_the_caller_gave():
     """60, say, where the model's own padding id is 0; as in generate(), wherever it is."""
-    longest = max(map(len, PROMPTS))
-    rows = [
-        [60] * (longest - len(row)) + row if side == "left" else row + [60] * (longest - len(row)) for row in PROMPTS
-    ]
-    masks = [[int(side == "right") ^ (i < longest - len(row)) ^ 1 for i in range(longest)] for row in PROMPTS]
-    if side == "right":
-        masks = [[int(i < len(row)) for i in range(longest)] for row in PROMPTS]
-    shown, base = Shown(), tiny_llama()
-    torch.manual_seed(0)
-    convert(base, "eagle3").generate(  # some of whose drafts are right
-        torch.tensor(rows), attention_mask=torch.tensor(masks), do_sample=False, max_new_tokens=8, draft="head",
-        logits_processor=LogitsProcessorList([shown]),
-    )  # fmt: skip
-    assert len(shown.rows) > 24 and {tuple(row[:longest]) for row in shown.rows} == set(map(tuple, rows))
+    for side in ["left", "right"]:
+        longest = max(map(len, PROMPTS))
+        rows = [
+            [60] * (longest - len(row)) + row if side == "left" else row + [60] * (longest - len(row))
+            for row in PROMPTS
+        ]
+        masks = [[int(side == "right") ^ (i < longest - len(row)) ^ 1 for i in range(longest)] for row in PROMPTS]
+        if side == "right":
+            masks = [[int(i < len(row)) for i in range(longest)] for row in PROMPTS]
+        shown, base = Shown(), tiny_llama()
+        torch.manual_seed(0)
+        convert(base, "eagle3").generate(  # some of whose drafts are right
+            torch.tensor(rows), attention_mask=torch.tensor(masks), do_sample=False, max_new_tokens=8, draft="head",
+            logits_processor=LogitsProcessorList([shown]),
+        )  # fmt: skip
+        assert len(shown.rows) > 24 and {tuple(row[:longest]) for row in shown.rows} == set(map(tuple, rows))
 
 
 class Ascending(LogitsProcessor):

@@ -6,7 +6,7 @@ import torch
 import specheads
 from specheads.decoding.generation.many import generate_many
 from specheads.decoding.verify.causal import Target
-from specheads.decoding.verify.prompt_groups import similar_lengths
+from specheads.decoding.verify.model_inputs import similar_lengths
 from tests.support.families import FAMILIES, RECURRENT, build
 
 LENGTHS = (150, 5, 90, 148, 7, 70, 66)

@@ -1,10 +1,12 @@
 """RecordDraftLogits: every plan's tree is unchanged, and has the draft logits of each node with children."""
 
+import itertools
+
 import pytest
 import torch
 
 from specheads.decoding.planner import ChildLogits, SampledTree
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
 from tests.decoding.test_planner import PLANS, TableDraft, paths_of
 
@@ -20,26 +22,26 @@ def inner_nodes(tree, row):
     return [node for node in range(tree.num_nodes) if (tree.parents[row] == node).any()]
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["whole vocabulary", "draft vocabulary"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", PLANS)
-def test_each_node_with_children_has_its_draft_logits(name, batch, ids):
-    draft = TableDraft(batch, len(IDS), seed=batch, ids=ids)
-    vocab_size = len(IDS) if ids is None else 40
-    plain = grown(PLANS[name], draft, batch, vocab_size)
-    tree = grown(RecordDraftLogits(PLANS[name]), draft, batch, vocab_size)
-    assert plain.logits is None
-    assert torch.equal(tree.tokens, plain.tokens) and torch.equal(tree.parents, plain.parents)
-    for row in range(batch):
-        paths = paths_of(tree, row)
-        nodes = [node for node in inner_nodes(tree, row) if paths[node] is not None]
-        assert nodes
-        for node in nodes:
-            recorded = tree.logits.over_target(tree.logits.at(torch.arange(batch) * tree.num_nodes + node))[row]
-            wanted = torch.full((vocab_size,), -torch.inf)
-            wanted[ids or slice(None)] = draft.logits(row, paths[node])
-            assert torch.equal(recorded, wanted)
-            assert torch.equal(tree.logits.over_target(tree.logits.logits)[row, tree.logits.index[row, node]], wanted)
+def test_each_node_with_children_has_its_draft_logits():
+    for ids, batch, name in itertools.product([None, IDS], [1, 3], PLANS):
+        draft = TableDraft(batch, len(IDS), seed=batch, ids=ids)
+        vocab_size = len(IDS) if ids is None else 40
+        plain = grown(PLANS[name], draft, batch, vocab_size)
+        tree = grown(RecordDraftLogits(PLANS[name]), draft, batch, vocab_size)
+        assert plain.logits is None
+        assert torch.equal(tree.tokens, plain.tokens) and torch.equal(tree.parents, plain.parents)
+        for row in range(batch):
+            paths = paths_of(tree, row)
+            nodes = [node for node in inner_nodes(tree, row) if paths[node] is not None]
+            assert nodes
+            for node in nodes:
+                recorded = tree.logits.over_target(tree.logits.at(torch.arange(batch) * tree.num_nodes + node))[row]
+                wanted = torch.full((vocab_size,), -torch.inf)
+                wanted[ids or slice(None)] = draft.logits(row, paths[node])
+                assert torch.equal(recorded, wanted)
+                assert torch.equal(
+                    tree.logits.over_target(tree.logits.logits)[row, tree.logits.index[row, node]], wanted
+                )
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic", "sampled"])

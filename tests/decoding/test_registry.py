@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from specheads import DraftTree, NGram, NGramStorage, PromptLookup, SampledTree, chain
-from specheads.decoding.acceptance import Exact
-from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.acceptance import RULES, Exact
+from specheads.decoding.drafters import DRAFTERS, as_drafter
 from specheads.decoding.drafters.base import Drafter, with_defaults
-from specheads.decoding.drafters.named import DRAFTERS, as_drafter
-from specheads.decoding.planner import BestFirstTree, default_static
-from specheads.decoding.planner.named import as_plan, tree_named
+from specheads.decoding.planner import BestFirstTree, as_plan, default_static, tree_named
 from specheads.decoding.registry import Registry
 
 
@@ -38,16 +36,13 @@ class Filed:
 TOYS = Registry("toy", "toy", {"toy": Toy, "filed": Filed})
 
 
-@pytest.mark.parametrize(
-    ("text", "made"),
-    [
+def test_a_text_is_the_object_it_names():
+    for text, made in [
         ("toy:3", Toy(3)), ("toy:3:0.25", Toy(3, 0.25)), ("toy:3:0.5:4:5", Toy(3, 0.5, (4, 5))),
         ("toy:share=1:3", Toy(3, 1.0)), ("toy:3:most=9:fast=true", Toy(3, fast=True, most=9)),
         ("filed:a:b=c,d", Filed("a:b=c,d!")), ("filed", Filed("none!")), ("filed:", Filed("none!")),
-    ],
-)  # fmt: skip
-def test_a_text_is_the_object_it_names(text, made):
-    assert TOYS.build(text, suffix="!") == made
+    ]:  # fmt: skip
+        assert TOYS.build(text, suffix="!") == made
 
 
 def test_an_object_is_written_as_the_shortest_text_that_names_it():
@@ -59,17 +54,14 @@ def test_an_object_is_written_as_the_shortest_text_that_names_it():
         TOYS.write(Exact())
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_a_text_that_names_nothing_is_refused_in_one_line():
+    for text, said in [
         ("tog:1", "unknown toy 'tog'; did you mean 'toy'?"), ("toy", "size is missing"), ("toy:x", "size='x' is not a"),
         ("toy:1:size=2", "size is given twice"), ("toy:1:sizes=2", "did you mean 'size'"), ("toy:1:fast=1", "neither"),
-    ],
-)  # fmt: skip
-def test_a_text_that_names_nothing_is_refused_in_one_line(text, said):
-    with pytest.raises(ValueError, match=re.escape(said)) as refused:
-        TOYS.build(text)
-    assert repr(text) in str(refused.value) and "\n" not in str(refused.value)
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(said)) as refused:
+            TOYS.build(text)
+        assert repr(text) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_plans_take_commas_and_colons_and_any_field_by_name():

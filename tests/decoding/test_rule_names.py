@@ -3,8 +3,7 @@
 import pytest
 
 from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
-from specheads.decoding.acceptance import NoResidual
-from specheads.decoding.acceptance.named import RULES, rule_named, with_threshold
+from specheads.decoding.acceptance import RULES, NoResidual, rule_named, with_threshold
 
 WRITTEN = {
     "exact": Exact(),
@@ -30,10 +29,10 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("text", WRITTEN)
-def test_a_text_is_the_rule_it_names_and_the_rule_writes_it_back(text):
-    assert rule_named(text) == WRITTEN[text]
-    assert rule_named(RULES.write(WRITTEN[text])) == WRITTEN[text]
+def test_a_text_is_the_rule_it_names_and_the_rule_writes_it_back():
+    for text in WRITTEN:
+        assert rule_named(text) == WRITTEN[text]
+        assert rule_named(RULES.write(WRITTEN[text])) == WRITTEN[text]
 
 
 def test_every_rule_has_a_name_and_names_may_be_given_with_options_in_any_order():
@@ -55,9 +54,8 @@ def test_a_threshold_replaces_the_one_that_is_there_or_comes_where_there_is_none
         with_threshold("exact", 0.1)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_a_text_that_is_no_rule_is_refused_in_one_line_that_quotes_it():
+    for text, said in [
         ("fuzy:js:0.1", "did you mean 'fuzzy'"), ("", "unknown rule"), ("fuzzy", "threshold is missing"),
         ("fuzzy:jss:0.1", "unknown divergence 'jss'; did you mean 'js'"), ("fuzzy:js:-1", "threshold=-1"),
         ("fuzzy:js:wide", "threshold='wide' is not a number"), ("fuzzy:js:0.1:rescue:1", "one value too many"),
@@ -65,9 +63,7 @@ def test_a_threshold_replaces_the_one_that_is_there_or_comes_where_there_is_none
         ("typical:epsilon=0.1:eps=1", "unknown option of typical"), ("margin:0.5:ratio=0.4", "given twice"),
         ("fuzzy:js:0.1:processed=yes", "neither true nor false"), ("lenient:2", "at most 1"),
         ("fuzzy:js:nan", "threshold=nan"),
-    ],
-)  # fmt: skip
-def test_a_text_that_is_no_rule_is_refused_in_one_line_that_quotes_it(text, said):
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")) as refused:
-        rule_named(text)
-    assert repr(text) in str(refused.value) and "\n" not in str(refused.value)
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said.replace("(", r"\(")) as refused:
+            rule_named(text)
+        assert repr(text) in str(refused.value) and "\n" not in str(refused.value)

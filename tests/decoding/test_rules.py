@@ -1,5 +1,6 @@
 """Lossy rules against one-line references, and every rule on every tree through generate()."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from specheads import (
     convert,
 )
 from specheads.decoding.acceptance import walk
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_probs
 from tests.support.prompts import BATCHES
@@ -61,28 +62,27 @@ def single_children(num):
     return tokens, torch.tensor([[-1, 0]]).expand(num, -1)
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "warm"])
-@pytest.mark.parametrize("rule", REFERENCES, ids=repr)
-def test_a_token_is_accepted_where_its_formula_says_so(rule, sampler):
+def test_a_token_is_accepted_where_its_formula_says_so():
     """Greedy judges by the distribution at temperature 1, sampling by the distribution it samples from."""
-    temperature = {"greedy": 1.0, "warm": 0.6}[sampler]
-    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    generator = torch.Generator().manual_seed(0)
-    made = {"greedy": Sampler(), "warm": Sampler(processors, do_sample=True, generator=generator)}[sampler]
-    tokens, parents = single_children(V)
-    accepted = []
-    for seed in range(10):
-        p, q = (torch.randn(V, generator=torch.Generator().manual_seed(s)).double() for s in (seed, seed + 50))
-        own, draft = ((logits / temperature).softmax(-1).tolist() for logits in (p, q))
-        kept = DraftLogits(q.expand(V, 1, V), torch.zeros_like(tokens), None, V)
-        for probs, logits in ((None, kept), (torch.tensor(draft).double().expand(V, 2, V), None)):
-            tree = DraftTree(tokens, parents, 1, probs, logits)
-            verdict = walk(tree, p.expand(V, 2, V), rule, made)
-            assert (verdict.length == 2).tolist() == [REFERENCES[rule](own, draft, x) for x in range(V)]
-            accepted += (verdict.length == 2).tolist()
-            if sampler == "greedy":
-                assert (verdict.bonus == p.argmax()).all()
-    assert 0 < sum(accepted) < len(accepted)
+    for sampler, rule in itertools.product(["greedy", "warm"], REFERENCES):
+        temperature = {"greedy": 1.0, "warm": 0.6}[sampler]
+        processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+        generator = torch.Generator().manual_seed(0)
+        made = {"greedy": Sampler(), "warm": Sampler(processors, do_sample=True, generator=generator)}[sampler]
+        tokens, parents = single_children(V)
+        accepted = []
+        for seed in range(10):
+            p, q = (torch.randn(V, generator=torch.Generator().manual_seed(s)).double() for s in (seed, seed + 50))
+            own, draft = ((logits / temperature).softmax(-1).tolist() for logits in (p, q))
+            kept = DraftLogits(q.expand(V, 1, V), torch.zeros_like(tokens), None, V)
+            for probs, logits in ((None, kept), (torch.tensor(draft).double().expand(V, 2, V), None)):
+                tree = DraftTree(tokens, parents, 1, probs, logits)
+                verdict = walk(tree, p.expand(V, 2, V), rule, made)
+                assert (verdict.length == 2).tolist() == [REFERENCES[rule](own, draft, x) for x in range(V)]
+                accepted += (verdict.length == 2).tolist()
+                if sampler == "greedy":
+                    assert (verdict.bonus == p.argmax()).all()
+        assert 0 < sum(accepted) < len(accepted)
 
 
 def test_cs_leniency_takes_q_as_1_where_the_drafter_gives_none():
@@ -133,20 +133,20 @@ def verdict_of(rule, probabilities):
     return walk(branching(), probs.log(), rule, Sampler())
 
 
-@pytest.mark.parametrize("rule", [Typical(0.1), TopN(3, 0.9), CSLeniency(9)], ids=repr)
-def test_the_longest_path_of_accepted_tokens_is_kept(rule):
-    probs = {0: {1: 0.6, 2: 0.2, 3: 0.15}, 1: {4: 0.9}, 2: {5: 0.5}, 5: {6: 0.5}, 6: {11: 0.7}, 3: {7: 0.5}}
-    verdict = verdict_of(rule, probs)
-    assert verdict.path[0, : verdict.length[0]].tolist() == [0, 2, 5, 6] and int(verdict.bonus) == 11
-    assert verdict.path.shape == (1, 4)
+def test_the_longest_path_of_accepted_tokens_is_kept():
+    for rule in [Typical(0.1), TopN(3, 0.9), CSLeniency(9)]:
+        probs = {0: {1: 0.6, 2: 0.2, 3: 0.15}, 1: {4: 0.9}, 2: {5: 0.5}, 5: {6: 0.5}, 6: {11: 0.7}, 3: {7: 0.5}}
+        verdict = verdict_of(rule, probs)
+        assert verdict.path[0, : verdict.length[0]].tolist() == [0, 2, 5, 6] and int(verdict.bonus) == 11
+        assert verdict.path.shape == (1, 4)
 
 
-@pytest.mark.parametrize("rule", [Typical(0.1), TopN(3, 0.9), CSLeniency(9)], ids=repr)
-def test_among_equally_long_paths_the_likeliest_is_kept(rule):
-    probs = {0: {2: 0.2, 3: 0.4}, 2: {5: 0.9}, 5: {6: 0.9}, 3: {7: 0.5}, 7: {8: 0.6}}
-    assert verdict_of(rule, probs).path.tolist() == [[0, 2, 5, 6]]  # .2 × .9 × .9 = .162 against .4 × .5 × .6 = .12
-    probs[3] = {7: 0.8}
-    assert verdict_of(rule, probs).path.tolist() == [[0, 3, 7, 8]]
+def test_among_equally_long_paths_the_likeliest_is_kept():
+    for rule in [Typical(0.1), TopN(3, 0.9), CSLeniency(9)]:
+        probs = {0: {2: 0.2, 3: 0.4}, 2: {5: 0.9}, 5: {6: 0.9}, 3: {7: 0.5}, 7: {8: 0.6}}
+        assert verdict_of(rule, probs).path.tolist() == [[0, 2, 5, 6]]  # .2 × .9 × .9 = .162 against .4 × .5 × .6 = .12
+        probs[3] = {7: 0.8}
+        assert verdict_of(rule, probs).path.tolist() == [[0, 3, 7, 8]]
 
 
 def test_a_child_is_rejected_where_its_parent_is():
@@ -154,29 +154,30 @@ def test_a_child_is_rejected_where_its_parent_is():
     assert verdict.length.tolist() == [1] and verdict.bonus.tolist() == [9]
 
 
-@pytest.mark.parametrize("rule", [Typical(1e-9, 1e-9), TopN(20, 1.0), CSLeniency(1e9), Lenient(1e-9)], ids=repr)
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_token_that_a_processor_rules_out_is_never_accepted(rule, do_sample):
-    processors = LogitsProcessorList([SuppressTokensLogitsProcessor([2, 7])])
-    sampler = Sampler(processors, do_sample=do_sample, generator=torch.Generator().manual_seed(0))
-    verdict = walk(branching(), torch.zeros(1, 9, 20), rule, sampler)
-    assert not {2, 7} & set(verdict.path[0, : verdict.length[0]].tolist())
+def test_a_token_that_a_processor_rules_out_is_never_accepted():
+    for rule, do_sample in itertools.product(
+        [Typical(1e-9, 1e-9), TopN(20, 1.0), CSLeniency(1e9), Lenient(1e-9)], [False, True]
+    ):
+        processors = LogitsProcessorList([SuppressTokensLogitsProcessor([2, 7])])
+        sampler = Sampler(processors, do_sample=do_sample, generator=torch.Generator().manual_seed(0))
+        verdict = walk(branching(), torch.zeros(1, 9, 20), rule, sampler)
+        assert not {2, 7} & set(verdict.path[0, : verdict.length[0]].tolist())
 
 
 # --- Lenient ---
 
 
-@pytest.mark.parametrize("leniency", [0.3, 0.8, 1.0])
-def test_a_lenient_token_is_emitted_as_often_as_the_formula_says(leniency):
-    target, draft = Table(4, 1), Table(4, 2)
-    p, q = (table((0, 1)).softmax(-1).tolist() for table in (target, draft))
-    taken = [b * min(1, a / (leniency * b)) for a, b in zip(p, q, strict=True)]
-    left = [max(0, a - b) for a, b in zip(p, q, strict=True)]
-    wanted = {x: taken[x] + (1 - sum(taken)) * left[x] / sum(left) for x in range(4)}
-    probs = step_probs(target, draft, SampledTree((1,)), Lenient(leniency), (0, 1))
-    first = {x: sum(chance for tokens, chance in probs.items() if tokens[0] == x) for x in range(4)}
-    assert distance(first, wanted) < 1e-12
-    assert all(first[x] <= p[x] / leniency + 1e-12 for x in range(4))
+def test_a_lenient_token_is_emitted_as_often_as_the_formula_says():
+    for leniency in [0.3, 0.8, 1.0]:
+        target, draft = Table(4, 1), Table(4, 2)
+        p, q = (table((0, 1)).softmax(-1).tolist() for table in (target, draft))
+        taken = [b * min(1, a / (leniency * b)) for a, b in zip(p, q, strict=True)]
+        left = [max(0, a - b) for a, b in zip(p, q, strict=True)]
+        wanted = {x: taken[x] + (1 - sum(taken)) * left[x] / sum(left) for x in range(4)}
+        probs = step_probs(target, draft, SampledTree((1,)), Lenient(leniency), (0, 1))
+        first = {x: sum(chance for tokens, chance in probs.items() if tokens[0] == x) for x in range(4)}
+        assert distance(first, wanted) < 1e-12
+        assert all(first[x] <= p[x] / leniency + 1e-12 for x in range(4))
 
 
 @pytest.mark.parametrize("leniency", [0.4, 1.0])
@@ -262,25 +263,24 @@ def test_a_lossy_rule_accepts_more_than_the_exact_one(model, rule):
     assert lengths[0] > lengths[1]
 
 
-@pytest.mark.parametrize("name", ["typical", "traversal", "block"])
-def test_scores_are_those_of_the_tokens_that_a_path_rule_kept(model, name):
-    inputs = BATCHES["one"]
-    out = model.generate(
-        **inputs, max_new_tokens=9, do_sample=False, tree=chain(3), accept=RULES[name], output_scores=True,
-        output_logits=True, repetition_penalty=1.2, return_dict_in_generate=True,
-    )  # fmt: skip
-    with torch.no_grad():
-        logits = model.base(out.sequences).logits[:, inputs["input_ids"].shape[1] - 1 : -1]
-    assert len(out.scores) == len(out.logits) == logits.shape[1]
-    torch.testing.assert_close(torch.stack(out.logits, 1), logits, atol=1e-3, rtol=1e-4)
+def test_scores_are_those_of_the_tokens_that_a_path_rule_kept(model):
+    for name in ["typical", "traversal", "block"]:
+        inputs = BATCHES["one"]
+        out = model.generate(
+            **inputs, max_new_tokens=9, do_sample=False, tree=chain(3), accept=RULES[name], output_scores=True,
+            output_logits=True, repetition_penalty=1.2, return_dict_in_generate=True,
+        )  # fmt: skip
+        with torch.no_grad():
+            logits = model.base(out.sequences).logits[:, inputs["input_ids"].shape[1] - 1 : -1]
+        assert len(out.scores) == len(out.logits) == logits.shape[1]
+        torch.testing.assert_close(torch.stack(out.logits, 1), logits, atol=1e-3, rtol=1e-4)
 
 
 # --- Bad input ---
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_bad_options_are_refused_in_one_line():
+    for make, message in [
         (lambda: Typical(0), "epsilon=0 must be a probability above 0"),
         (lambda: Typical(1.2), "epsilon=1.2 must be"),
         (lambda: Typical(0.1, 0), "delta=0 must be above 0"),
@@ -291,29 +291,24 @@ def test_scores_are_those_of_the_tokens_that_a_path_rule_kept(model, name):
         (lambda: Lenient(1.5), "leniency=1.5 must be above 0 and at most 1"),
         (lambda: CSLeniency(0.5), "leniency=0.5 must be 1"),
         (lambda: Lenient(float("nan")), "leniency=nan"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(make, message):
-    with pytest.raises(ValueError) as caught:
-        make()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
+def test_an_option_that_is_no_number_is_refused_by_its_name():
+    for rule, options in [
         (Typical, ("epsilon", "delta")), (TopN, ("n", "margin")), (Margin, ("ratio",)), (Lenient, ("leniency",)),
         (CSLeniency, ("leniency",)), (Ensemble, ("weight",)), (Fuzzy, ("threshold", "k", "top_p", "epsilon")),
-    ],
-)  # fmt: skip
-def test_an_option_that_is_no_number_is_refused_by_its_name(rule, options):
-    required = {} if rule in (Typical, TopN) else {rule.threshold_field: 1}
-    for name in options:
-        whole = name in ("n", "k")
-        for bad in ("0.1", None, True, [0.1], *([2.5] if whole else [])):
-            with pytest.raises(TypeError) as caught:
-                rule(**required | {name: bad})
-            assert str(caught.value) == f"{name}={bad!r} must be a {'whole ' if whole else ''}number"
-        made = rule(**required | {name: np.int64(1) if whole or rule is CSLeniency else np.float32(0.5)})
-        if name in made.tensor_options:
-            rule(**required | {name: torch.tensor(0.5)})
+    ]:  # fmt: skip
+        required = {} if rule in (Typical, TopN) else {rule.threshold_field: 1}
+        for name in options:
+            whole = name in ("n", "k")
+            for bad in ("0.1", None, True, [0.1], *([2.5] if whole else [])):
+                with pytest.raises(TypeError) as caught:
+                    rule(**required | {name: bad})
+                assert str(caught.value) == f"{name}={bad!r} must be a {'whole ' if whole else ''}number"
+            made = rule(**required | {name: np.int64(1) if whole or rule is CSLeniency else np.float32(0.5)})
+            if name in made.tensor_options:
+                rule(**required | {name: torch.tensor(0.5)})

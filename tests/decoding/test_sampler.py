@@ -1,5 +1,6 @@
 """Sampler: the distribution generate() draws from, each processor with the prefix it asks for; a G-test end to end."""
 
+import itertools
 import math
 
 import pytest
@@ -24,15 +25,16 @@ def test_sampling_without_processors_is_the_softmax():
     torch.testing.assert_close(Sampler(do_sample=True).probs(logits), logits.softmax(-1))
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-)
-def test_probs_are_float32_unless_the_model_is_finer(given, kept):
-    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).to(given)
-    sampler = Sampler(LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), do_sample=True)
-    assert sampler.probs(logits).dtype == kept and sampler.draft_probs(logits).dtype == kept
-    torch.testing.assert_close(sampler.probs(logits), (logits.to(kept) / 0.5).softmax(-1))
+def test_probs_are_float32_unless_the_model_is_finer():
+    for given, kept in [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ]:
+        logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).to(given)
+        sampler = Sampler(LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), do_sample=True)
+        assert sampler.probs(logits).dtype == kept and sampler.draft_probs(logits).dtype == kept
+        torch.testing.assert_close(sampler.probs(logits), (logits.to(kept) / 0.5).softmax(-1))
 
 
 def test_draft_probs_are_truncated_like_the_targets():
@@ -142,13 +144,12 @@ def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
     assert Sampler().bernoulli(torch.tensor([[0.49, 0.5, 0.51]])).tolist() == [[False, False, True]]
 
 
-@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-@pytest.mark.parametrize("size", [3, 128, 129, 1000])
-def test_a_token_of_probability_0_is_not_drawn_by_the_first_or_last_number(size, number):
+def test_a_token_of_probability_0_is_not_drawn_by_the_first_or_last_number():
     """Over one block and over several, the chance in the first, in the last and in one between."""
-    for token in {0, 1, size // 2, size - 2, size - 1}:
-        p = torch.zeros(1, size).index_fill(1, torch.tensor(token), 0.7)
-        assert Sampler(do_sample=True).draw(p, torch.full((1,), number, dtype=torch.float64)).tolist() == [token]
+    for number, size in itertools.product([0.0, 1 - 2**-53], [3, 128, 129, 1000]):
+        for token in {0, 1, size // 2, size - 2, size - 1}:
+            p = torch.zeros(1, size).index_fill(1, torch.tensor(token), 0.7)
+            assert Sampler(do_sample=True).draw(p, torch.full((1,), number, dtype=torch.float64)).tolist() == [token]
 
 
 def test_a_block_whose_sum_is_rounded_up_gives_no_token_of_probability_0():
@@ -171,14 +172,14 @@ def test_a_draw_is_the_index_at_which_the_running_sum_passes_the_number():
     assert torch.equal(Sampler(do_sample=True).draw(p.view(8, 5, 700), numbers.view(8, 5)), wanted.view(8, 5))
 
 
-@pytest.mark.parametrize("p", [[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
-def test_a_distribution_without_a_finite_sum_is_remembered(p):
-    sampler = Sampler(do_sample=True)
-    sampler.draw(torch.tensor([[0.5, 0.5]]))
-    assert sampler.finite
-    sampler.draw(torch.tensor([p]))
-    sampler.draw(torch.tensor([[0.5, 0.5]]))
-    assert not sampler.finite
+def test_a_distribution_without_a_finite_sum_is_remembered():
+    for p in [[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]]:
+        sampler = Sampler(do_sample=True)
+        sampler.draw(torch.tensor([[0.5, 0.5]]))
+        assert sampler.finite
+        sampler.draw(torch.tensor([p]))
+        sampler.draw(torch.tensor([[0.5, 0.5]]))
+        assert not sampler.finite
 
 
 def test_the_index_drawn_from_nan_is_inside_the_vocabulary():
@@ -289,10 +290,10 @@ def test_the_g_test_notices_a_residual_that_returns_p(tiny, monkeypatch):
     assert g_test([text[1:3] for text in samples], pairs(probs, 1)) < 1e-12
 
 
-@pytest.mark.parametrize("shape", [(3, 8192), (2, 5, 4096), (1, 128 * 300), (2, 4097), (0, 8192), (2, 128)])
-def test_the_likeliest_token_found_by_blocks_is_argmax(shape):
-    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round()  # many are alike
-    logits[..., 5:9] = -torch.inf
-    assert torch.equal(likeliest(logits), logits.argmax(-1))
-    logits[..., 77] = torch.nan
-    assert torch.equal(likeliest(logits), logits.argmax(-1))
+def test_the_likeliest_token_found_by_blocks_is_argmax():
+    for shape in [(3, 8192), (2, 5, 4096), (1, 128 * 300), (2, 4097), (0, 8192), (2, 128)]:
+        logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round()  # many are alike
+        logits[..., 5:9] = -torch.inf
+        assert torch.equal(likeliest(logits), logits.argmax(-1))
+        logits[..., 77] = torch.nan
+        assert torch.equal(likeliest(logits), logits.argmax(-1))

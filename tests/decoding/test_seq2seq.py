@@ -165,21 +165,20 @@ class Counting:
         self.fed.append(tuple(kwargs["input_ids"].shape))
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_the_encoder_runs_once_and_no_text_is_fed_twice(make, batch):
-    base, inputs = make(), BATCHES[batch]
-    expected = base.generate(**inputs, max_new_tokens=24, min_new_tokens=24)
-    count = Counting(base)
-    out = specheads.generate(
-        base, **inputs, draft=Known(expected), max_new_tokens=24, min_new_tokens=24, return_dict_in_generate=True
-    )
-    assert torch.equal(out.sequences, expected)
-    assert count.encoder_calls == 1
-    assert len(count.cross) == len(set(count.cross)) == 2
-    if batch == "one":  # one pass a step, over the root and the draft: the length limit alone may cut it
-        assert len(count.fed) == len(out.steps) == 1 + out.statistics()["steps"]
-        assert count.fed[0] == (1, 1) and set(count.fed[1:-1]) == {(1, 5)} and count.fed[-1][1] <= 5
+def test_the_encoder_runs_once_and_no_text_is_fed_twice():
+    for make, batch in itertools.product(MODELS.values(), BATCHES):
+        base, inputs = make(), BATCHES[batch]
+        expected = base.generate(**inputs, max_new_tokens=24, min_new_tokens=24)
+        count = Counting(base)
+        out = specheads.generate(
+            base, **inputs, draft=Known(expected), max_new_tokens=24, min_new_tokens=24, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, expected)
+        assert count.encoder_calls == 1
+        assert len(count.cross) == len(set(count.cross)) == 2
+        if batch == "one":  # one pass a step, over the root and the draft: the length limit alone may cut it
+            assert len(count.fed) == len(out.steps) == 1 + out.statistics()["steps"]
+            assert count.fed[0] == (1, 1) and set(count.fed[1:-1]) == {(1, 5)} and count.fed[-1][1] <= 5
 
 
 def test_a_draft_model_encodes_once_and_is_fed_each_token_once():
@@ -231,9 +230,8 @@ def whisper():
     return WhisperForConditionalGeneration(WhisperConfig(**sizes, **special, max_source_positions=8))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_decoders_that_cannot_verify_a_chain_are_refused_with_the_reason():
+    for make, message in [
         (prophetnet, "takes one token at a time"),
         (
             lambda: M2M100ForConditionalGeneration(M2M100Config(**BART_SIZES)),
@@ -244,15 +242,12 @@ def whisper():
             "experts of limited capacity",
         ),
         (whisper, "reads input_features"),
-    ],
-    ids=["prophetnet", "m2m100", "switch", "whisper"],
-)
-def test_decoders_that_cannot_verify_a_chain_are_refused_with_the_reason(make, message):
-    base = make()
-    with pytest.raises(UnsupportedModel, match=message):
-        Seq2SeqTarget(base, Source(torch.zeros(1, 1, 32), None, [[5]]))
-    with pytest.raises(UnsupportedModel, match=message):
-        DraftModel(base)
+    ]:
+        base = make()
+        with pytest.raises(UnsupportedModel, match=message):
+            Seq2SeqTarget(base, Source(torch.zeros(1, 1, 32), None, [[5]]))
+        with pytest.raises(UnsupportedModel, match=message):
+            DraftModel(base)
 
 
 class Branching:
@@ -268,19 +263,15 @@ class Branching:
         return DraftTree(tokens, torch.tensor([[-1, 0, 1]] + [[-1, 0, 0]] * (len(tokens) - 1)), 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_drafts_that_branch_are_refused():
+    for options, message in [
         ({"draft": MaxGram(), "tree": specheads.comb(3)}, "chains only: T5.* takes no position_ids.*give tree=chain"),
         ({"draft": MaxGram(), "tree": specheads.DynamicTree()}, "chains only"),
         ({"draft": PromptLookup(width=2)}, "chains only"),
         ({"draft": Branching()}, "chains only"),
-    ],
-    ids=["tree", "dynamic", "width", "drawn"],
-)
-def test_drafts_that_branch_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        specheads.generate(tiny_t5(), **BATCHES["ragged"], max_new_tokens=5, **options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            specheads.generate(tiny_t5(), **BATCHES["ragged"], max_new_tokens=5, **options)
 
 
 def test_models_of_two_kinds_do_not_draft_for_one_another(base):

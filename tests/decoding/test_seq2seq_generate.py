@@ -92,13 +92,13 @@ def test_each_row_accepts_its_own_length_and_gains_by_it(pair):
     assert out.statistics()["accepted_length"] > 4  # a draft model that is the target has every token accepted
 
 
-@pytest.mark.parametrize("draft", ["lookup", "maxgram", "ngram"])
-def test_ids_of_another_vocabulary_are_not_copied_from_the_source(draft):
+def test_ids_of_another_vocabulary_are_not_copied_from_the_source():
     """Marian's encoder and decoder may have a vocabulary each; id 95 follows the decoder's text in the source."""
-    base = tiny_marian(decoder_vocab_size=60)
-    options = {"inputs": torch.tensor([[10, START, 7, 95, 94, 1]]), "max_new_tokens": 6, "do_sample": False}
-    options["suppress_tokens"] = [token for token in range(60) if token != 7]
-    assert torch.equal(specheads.generate(base, **options, draft=draft), base.generate(**options))
+    for draft in ["lookup", "maxgram", "ngram"]:
+        base = tiny_marian(decoder_vocab_size=60)
+        options = {"inputs": torch.tensor([[10, START, 7, 95, 94, 1]]), "max_new_tokens": 6, "do_sample": False}
+        options["suppress_tokens"] = [token for token in range(60) if token != 7]
+        assert torch.equal(specheads.generate(base, **options, draft=draft), base.generate(**options))
 
 
 CHANGES = {
@@ -124,17 +124,19 @@ def test_options_mean_what_they_mean_in_transformers(pair, change):
         assert torch.equal(specheads.generate(base, **options, draft=drafter, tree=chain(3)), expected)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 4, 7])
-def test_a_limit_and_an_eos_inside_a_draft_end_the_row_there(pair, limit):
-    base, _ = pair
-    inputs = BATCHES["ragged"]
-    text = base.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
-    out = specheads.generate(base, **inputs, draft=DraftModel(base), tree=chain(5), max_new_tokens=limit)
-    assert torch.equal(out, base.generate(**inputs, max_new_tokens=limit))
-    eos = int(text[0, limit])
-    expected = base.generate(**inputs, max_new_tokens=12, eos_token_id=eos)
-    out = specheads.generate(base, **inputs, draft=DraftModel(base), tree=chain(5), max_new_tokens=12, eos_token_id=eos)
-    assert torch.equal(out, expected)
+def test_a_limit_and_an_eos_inside_a_draft_end_the_row_there(pair):
+    for limit in [1, 2, 4, 7]:
+        base, _ = pair
+        inputs = BATCHES["ragged"]
+        text = base.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
+        out = specheads.generate(base, **inputs, draft=DraftModel(base), tree=chain(5), max_new_tokens=limit)
+        assert torch.equal(out, base.generate(**inputs, max_new_tokens=limit))
+        eos = int(text[0, limit])
+        expected = base.generate(**inputs, max_new_tokens=12, eos_token_id=eos)
+        out = specheads.generate(
+            base, **inputs, draft=DraftModel(base), tree=chain(5), max_new_tokens=12, eos_token_id=eos
+        )
+        assert torch.equal(out, expected)
 
 
 PROMPTS = {
@@ -149,13 +151,13 @@ def test_a_source_of_another_vocabulary_is_refused(pair):
             specheads.generate(pair[0], torch.tensor([[5, token]]), max_new_tokens=3)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_decoder_input_ids_are_continued_as_in_transformers(pair, prompt):
-    base, small = pair
-    options = {**BATCHES["ragged"], "decoder_input_ids": PROMPTS[prompt], "max_new_tokens": 12}
-    expected = base.generate(**options)
-    for drafter in (Known(expected), DraftModel(small)):
-        assert torch.equal(specheads.generate(base, **options, draft=drafter, tree=chain(3)), expected)
+def test_decoder_input_ids_are_continued_as_in_transformers(pair):
+    for prompt in PROMPTS:
+        base, small = pair
+        options = {**BATCHES["ragged"], "decoder_input_ids": PROMPTS[prompt], "max_new_tokens": 12}
+        expected = base.generate(**options)
+        for drafter in (Known(expected), DraftModel(small)):
+            assert torch.equal(specheads.generate(base, **options, draft=drafter, tree=chain(3)), expected)
 
 
 def test_padding_in_a_decoders_prompt_counts_as_it_does_in_transformers(pair):
@@ -275,33 +277,33 @@ def test_a_seed_reproduces_sampled_text_whatever_the_rule(pair):
 # --- The source is part of what n-grams are looked for in ---
 
 
-@pytest.mark.parametrize("drafter", [PromptLookup(num_tokens=3), MaxGram(3), NGram(3, storage=NGramStorage(3, V))])
-def test_n_grams_are_found_in_the_source(drafter):
-    from specheads.decoding.drafters import Context
-    from specheads.decoding.probs.sampler import Sampler
-    from specheads.decoding.verify.seq2seq import Seq2SeqTarget, Source
+def test_n_grams_are_found_in_the_source():
+    for drafter in [PromptLookup(num_tokens=3), MaxGram(3), NGram(3, storage=NGramStorage(3, V))]:
+        from specheads.decoding.drafters import Context
+        from specheads.decoding.probs.sampler import Sampler
+        from specheads.decoding.verify.seq2seq import Seq2SeqTarget, Source
 
-    base = tiny_t5()
-    source = Source.encode(base, [[50, 51, 52, 53, 54, 1], [60, 61, 62, 1]])
-    target = Seq2SeqTarget(base, source)
-    context = Context.start(
-        target, torch.tensor([[START], [START]]), torch.tensor([1, 1]), torch.zeros(2, 1, 0), torch.tensor([51, 60])
-    )
-    tree = drafter.propose(context, Sampler(), chain(3))
-    assert tree.tokens.tolist() == [[51, 52, 53, 54], [60, 61, 62, 1]]
+        base = tiny_t5()
+        source = Source.encode(base, [[50, 51, 52, 53, 54, 1], [60, 61, 62, 1]])
+        target = Seq2SeqTarget(base, source)
+        context = Context.start(
+            target, torch.tensor([[START], [START]]), torch.tensor([1, 1]), torch.zeros(2, 1, 0), torch.tensor([51, 60])
+        )
+        tree = drafter.propose(context, Sampler(), chain(3))
+        assert tree.tokens.tolist() == [[51, 52, 53, 54], [60, 61, 62, 1]]
 
 
 # --- Beam search ---
 
 
-@pytest.mark.parametrize("penalty", [0.2, 2.0])
-def test_beam_search_without_a_drafter_is_the_bases_own(pair, base, model, penalty):
-    beams = {"num_beams": 4, "length_penalty": penalty, "max_new_tokens": 12, "num_return_sequences": 2}
-    beams["eos_token_id"] = list(range(60, 97))
-    for own in (pair[0], base):
-        expected = own.generate(**BATCHES["ragged"], **beams)
-        assert torch.equal(specheads.generate(own, **BATCHES["ragged"], **beams), expected)
-    assert torch.equal(model.generate(**BATCHES["ragged"], draft=False, **beams), expected)
+def test_beam_search_without_a_drafter_is_the_bases_own(pair, base, model):
+    for penalty in [0.2, 2.0]:
+        beams = {"num_beams": 4, "length_penalty": penalty, "max_new_tokens": 12, "num_return_sequences": 2}
+        beams["eos_token_id"] = list(range(60, 97))
+        for own in (pair[0], base):
+            expected = own.generate(**BATCHES["ragged"], **beams)
+            assert torch.equal(specheads.generate(own, **BATCHES["ragged"], **beams), expected)
+        assert torch.equal(model.generate(**BATCHES["ragged"], draft=False, **beams), expected)
 
 
 def test_sampled_beams_follow_the_seed_and_leave_the_global_generator_alone(pair):

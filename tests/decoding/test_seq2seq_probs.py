@@ -91,12 +91,12 @@ def test_drafts_leave_the_joint_distribution_as_it_is(case):
     assert distance(probs, true_probs(base, sources, length)) < 1e-12
 
 
-@pytest.mark.parametrize(("plan", "length"), [(chain(1), 3), (SampledTree((1,)), 2)], ids=["point mass", "sampled"])
-def test_a_smaller_encoder_decoder_leaves_it_so_too(plan, length):
-    base, small = tiny("t5", 2, 0), tiny("t5", 2, 1)
-    expected = true_probs(base, RAGGED, length)
-    assert distance(true_probs(small, RAGGED, length), expected) > 0.01
-    assert distance(output_probs(base, DraftModel(small), plan, RAGGED, length, Exact()), expected) < 1e-12
+def test_a_smaller_encoder_decoder_leaves_it_so_too():
+    for plan, length in [(chain(1), 3), (SampledTree((1,)), 2)]:
+        base, small = tiny("t5", 2, 0), tiny("t5", 2, 1)
+        expected = true_probs(base, RAGGED, length)
+        assert distance(true_probs(small, RAGGED, length), expected) > 0.01
+        assert distance(output_probs(base, DraftModel(small), plan, RAGGED, length, Exact()), expected) < 1e-12
 
 
 def test_the_source_and_the_order_of_text_both_matter_to_that_distribution():

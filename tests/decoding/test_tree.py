@@ -1,5 +1,7 @@
 """DraftTree: what follows from parents is what walking up from each node gives."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -29,18 +31,18 @@ def climb(parents, i):
     return line
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 8, 9, 17, 33, 64])
-def test_ancestors_and_depth_equal_climbing(num):
-    generator = torch.Generator().manual_seed(num)
-    parents = random_parents(generator, 5, num)
-    parents[0] = torch.arange(-1, num - 1)  # a chain: as deep as it gets
-    parents[1, 1:] = 0  # a star
-    topology = TreeTopology.of(parents)
-    for b, row in enumerate(parents.tolist()):
-        for i in range(num):
-            line = climb(row, i)
-            assert sorted(line) == topology.ancestors[b, i].nonzero().flatten().tolist()
-            assert topology.depth[b, i] == len(line) - 1
+def test_ancestors_and_depth_equal_climbing():
+    for num in [1, 2, 3, 4, 5, 8, 9, 17, 33, 64]:
+        generator = torch.Generator().manual_seed(num)
+        parents = random_parents(generator, 5, num)
+        parents[0] = torch.arange(-1, num - 1)  # a chain: as deep as it gets
+        parents[1, 1:] = 0  # a star
+        topology = TreeTopology.of(parents)
+        for b, row in enumerate(parents.tolist()):
+            for i in range(num):
+                line = climb(row, i)
+                assert sorted(line) == topology.ancestors[b, i].nonzero().flatten().tolist()
+                assert topology.depth[b, i] == len(line) - 1
 
 
 def test_a_depth_bound_changes_nothing_where_it_holds():
@@ -95,13 +97,15 @@ def test_postorder_comes_after_descendants_and_earlier_siblings_and_rejection_or
     assert sorted(child for _, child in rejected) == (parents.flatten() >= 0).nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    ("parents", "expected"),
-    [([-1, 0, 1, 2], True), ([-1, 0, 1, -1], True), ([-1, 0, 0, 1], False), ([-1, -1, 0, 2], False)],
-)
-def test_a_chain_is_known_by_its_parents(parents, expected):
-    both = torch.tensor([[-1, 0, 1, 2], parents])
-    assert DraftTree(torch.zeros_like(both), both, 3).is_chain is expected
+def test_a_chain_is_known_by_its_parents():
+    for parents, expected in [
+        ([-1, 0, 1, 2], True),
+        ([-1, 0, 1, -1], True),
+        ([-1, 0, 0, 1], False),
+        ([-1, -1, 0, 2], False),
+    ]:
+        both = torch.tensor([[-1, 0, 1, 2], parents])
+        assert DraftTree(torch.zeros_like(both), both, 3).is_chain is expected
 
 
 def test_root_only_is_one_node_at_depth_0():
@@ -152,33 +156,32 @@ def test_a_part_of_a_tree_has_the_topology_of_its_own_parents():
     assert torch.equal(again.ancestors, TreeTopology.of(again.parents, 3).ancestors) and again.whole is whole
 
 
-@pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Traversal()], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("cut", [3, 1])
-def test_a_part_of_a_tree_is_judged_as_a_tree_of_its_own(rule, cut):
-    batch, generator = 400, torch.Generator().manual_seed(1)
-    used = parts(batch)
-    num = used.shape[1]
-    whole = SampledTree((2, 2, 1)).topology(batch, used.device)
-    whole.complete()
-    logits = torch.randn(batch, num, 5, generator=generator, dtype=torch.float64)
-    probs = torch.randn(batch, num, 5, generator=generator, dtype=torch.float64).softmax(-1)
-    probs = probs.gather(1, whole.parent_index.unsqueeze(2).expand_as(probs))  # siblings share theirs
-    tokens = torch.zeros(batch, num, dtype=torch.long)
-    for node in range(num):
-        earlier = [i for i in range(1, node) if whole.parents[0, i] == whole.parents[0, node]]
-        left = probs[:, node].scatter(1, tokens[:, earlier], 0) if earlier else probs[:, node]
-        tokens[:, node] = torch.multinomial(left, 1, generator=generator)[:, 0]
-    part = whole.masked(used)
-    trees = [DraftTree(tokens, part.parents, 3, probs, topology=topology) for topology in (part, None)]
-    depths = torch.full((batch,), cut)
-    trees = [trees[0].within(depths), trees[1].cut(depths.tolist())]
-    assert torch.equal(trees[0].parents, trees[1].parents)
-    verdicts = []
-    for tree in trees:
-        sampler = Sampler(do_sample=True, seeds=range(batch))
-        sampler.seed_rows(batch, logits.device)
-        sampler.begin(3, depths)
-        verdicts.append(walk(tree, logits, rule, sampler))
-    for name in ("path", "length", "bonus"):
-        assert torch.equal(getattr(verdicts[0], name), getattr(verdicts[1], name)), name
-    assert verdicts[0].length.max() == min(cut, 3) + 1
+def test_a_part_of_a_tree_is_judged_as_a_tree_of_its_own():
+    for rule, cut in itertools.product([Exact(), Lenient(0.5), Traversal()], [3, 1]):
+        batch, generator = 400, torch.Generator().manual_seed(1)
+        used = parts(batch)
+        num = used.shape[1]
+        whole = SampledTree((2, 2, 1)).topology(batch, used.device)
+        whole.complete()
+        logits = torch.randn(batch, num, 5, generator=generator, dtype=torch.float64)
+        probs = torch.randn(batch, num, 5, generator=generator, dtype=torch.float64).softmax(-1)
+        probs = probs.gather(1, whole.parent_index.unsqueeze(2).expand_as(probs))  # siblings share theirs
+        tokens = torch.zeros(batch, num, dtype=torch.long)
+        for node in range(num):
+            earlier = [i for i in range(1, node) if whole.parents[0, i] == whole.parents[0, node]]
+            left = probs[:, node].scatter(1, tokens[:, earlier], 0) if earlier else probs[:, node]
+            tokens[:, node] = torch.multinomial(left, 1, generator=generator)[:, 0]
+        part = whole.masked(used)
+        trees = [DraftTree(tokens, part.parents, 3, probs, topology=topology) for topology in (part, None)]
+        depths = torch.full((batch,), cut)
+        trees = [trees[0].within(depths), trees[1].cut(depths.tolist())]
+        assert torch.equal(trees[0].parents, trees[1].parents)
+        verdicts = []
+        for tree in trees:
+            sampler = Sampler(do_sample=True, seeds=range(batch))
+            sampler.seed_rows(batch, logits.device)
+            sampler.begin(3, depths)
+            verdicts.append(walk(tree, logits, rule, sampler))
+        for name in ("path", "length", "bonus"):
+            assert torch.equal(getattr(verdicts[0], name), getattr(verdicts[1], name)), name
+        assert verdicts[0].length.max() == min(cut, 3) + 1

@@ -7,7 +7,7 @@ import torch
 
 import specheads
 from specheads import Drafter, DraftTree, PromptLookup, chain
-from specheads.decoding.drafters.unread import UnreadPositions
+from specheads.decoding.drafters.pending import PendingFeatures
 from specheads.decoding.planner import NoDraft
 from specheads.decoding.planner.plan import ReserveSlots
 from tests.support.auto_costs import HEADS, OPTIONS, Trained
@@ -33,7 +33,7 @@ class Alternating(Drafter):
         self.head, self.every, self.drafts, self.step = head, every, [], 0
         self.by_text = [{}, {}]
         self.plan = ReserveSlots(chain(3), 8)
-        self.always, self.rarely = UnreadPositions(), UnreadPositions()
+        self.always, self.rarely = PendingFeatures(), PendingFeatures()
 
     def default_plan(self, device, do_sample):
         return chain(4)

@@ -1,5 +1,7 @@
 """walk() judges all nodes at once: the same distribution as going down node by node."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from specheads import (
     chain,
 )
 from specheads.decoding.acceptance import Ensemble, LevelRule, Verdict, walk
-from specheads.decoding.acceptance.paths import path_to
+from specheads.decoding.acceptance.rule import path_to
 from specheads.decoding.probs.sampler import Sampler
 from tests.reference.enumeration import Table, distance, output_probs, probs_of, step_probs
 
@@ -104,39 +106,39 @@ def test_where_nothing_is_drafted_a_token_is_drawn_from_the_target(rule):
     assert distance(probs_of(run), dict(enumerate(target((0, 1)).softmax(-1).tolist()))) < 1e-12
 
 
-@pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((2, 1))], ids=repr)
-@pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
-def test_the_rows_of_a_batch_are_judged_as_each_alone(rule, plan):
-    tables, prompts = (Table(2, 1), Table(2, 2)), [(0, 1), (1, 1)]
-    alone = [output_probs(*tables, plan, [prompt], 2, accept=rule, steps=1) for prompt in prompts]
-    both = {(*a, *b): p * q for a, p in alone[0].items() for b, q in alone[1].items()}
-    assert distance(output_probs(*tables, plan, prompts, 2, accept=rule, steps=1), both) < 1e-12
+def test_the_rows_of_a_batch_are_judged_as_each_alone():
+    for plan, rule in itertools.product([chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((2, 1))], LEVEL_RULES):
+        tables, prompts = (Table(2, 1), Table(2, 2)), [(0, 1), (1, 1)]
+        alone = [output_probs(*tables, plan, [prompt], 2, accept=rule, steps=1) for prompt in prompts]
+        both = {(*a, *b): p * q for a, p in alone[0].items() for b, q in alone[1].items()}
+        assert distance(output_probs(*tables, plan, prompts, 2, accept=rule, steps=1), both) < 1e-12
 
 
 NAN = torch.nan
 
 
-@pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Block(), Traversal(), NoResidual(), Typical()], ids=repr)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_distribution_that_is_no_number_is_told_of_only_where_it_is_reached(rule, sampled):
+def test_a_distribution_that_is_no_number_is_told_of_only_where_it_is_reached():
     """The root is certain of token 0: node 1 has another token, node 2 that one, and 3 is below node 1."""
-    if sampled and rule == Block():
-        parents, tokens = [-1, 0, 1], [3, 1, 0]
-    else:
-        parents, tokens = [-1, 0, 0, 1], [3, 1, 0, 0]
-    certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    logits = torch.stack([certain, torch.full((4,), NAN), certain, torch.full((4,), NAN)][: len(tokens)])
-    if len(tokens) == 3:
-        logits[2] = NAN
-    probs = torch.tensor([0.4, 0.6, 0.0, 0.0]).expand(1, len(tokens), 4).clone() if sampled else None
-    tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), 2, probs)
-    for seed in range(20):
-        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-        verdict = walk(tree, logits.unsqueeze(0), rule, sampler)
-        assert sampler.finite and int(verdict.bonus) == 0
-        broken = Sampler(do_sample=True)
-        walk(tree, torch.full((1, len(tokens), 4), NAN), rule, broken)
-        assert not broken.finite
+    for rule, sampled in itertools.product(
+        [Exact(), Lenient(0.5), Block(), Traversal(), NoResidual(), Typical()], [False, True]
+    ):
+        if sampled and rule == Block():
+            parents, tokens = [-1, 0, 1], [3, 1, 0]
+        else:
+            parents, tokens = [-1, 0, 0, 1], [3, 1, 0, 0]
+        certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
+        logits = torch.stack([certain, torch.full((4,), NAN), certain, torch.full((4,), NAN)][: len(tokens)])
+        if len(tokens) == 3:
+            logits[2] = NAN
+        probs = torch.tensor([0.4, 0.6, 0.0, 0.0]).expand(1, len(tokens), 4).clone() if sampled else None
+        tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), 2, probs)
+        for seed in range(20):
+            sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+            verdict = walk(tree, logits.unsqueeze(0), rule, sampler)
+            assert sampler.finite and int(verdict.bonus) == 0
+            broken = Sampler(do_sample=True)
+            walk(tree, torch.full((1, len(tokens), 4), NAN), rule, broken)
+            assert not broken.finite
 
 
 @pytest.mark.parametrize("gap", [690.0, 712.0, 730.0, 760.0])

@@ -7,7 +7,7 @@ import torch
 
 from specheads.bench.memory import LiveMemory
 from specheads.data.datasets import Collator
-from specheads.decoding.verify.hf_base import concat_taps, hidden_state_indices
+from specheads.decoding.verify.taps import concat_taps, hidden_state_indices
 from specheads.losses import chunked, objective
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights

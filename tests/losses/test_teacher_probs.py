@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specheads.decoding.tree.draft_ids import DraftIds
+from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.losses.functions import DISTRIBUTION_LOSSES, overlap
 from specheads.losses.teacher import TeacherProbs, TopKTail
 

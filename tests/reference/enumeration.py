@@ -13,7 +13,7 @@ import torch
 from specheads.decoding.acceptance import Exact, walk
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import ChildLogits
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from specheads.decoding.verify.arguments import cache_argument
+from specheads.decoding.verify.model_inputs import cache_argument
 
 VOCAB = 97
 

@@ -13,7 +13,7 @@ from specheads.bench.compare.peer import Peer
 from specheads.bench.runner import Decoder
 from specheads.bench.shipped import names_in
 from specheads.decoding.drafters import Drafter
-from specheads.decoding.generation.neutral import NEUTRAL
+from specheads.decoding.generation.hf_options import NEUTRAL
 from specheads.models.named import Models
 
 

@@ -19,9 +19,8 @@ from typing import Any
 from specheads.bench import decoders
 from specheads.bench.compare.decoder_spec import BenchSetup, Cell, DecoderSpec, Engine, OneRow
 from specheads.bench.runner import Decoder
-from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.drafters import Drafter
-from specheads.decoding.drafters.named import gives_draft_probs
+from specheads.decoding.acceptance import rule_named
+from specheads.decoding.drafters import Drafter, gives_draft_probs
 from specheads.decoding.generation.many import why_unfilled
 from specheads.decoding.planner import as_plan, tree_named
 from specheads.decoding.registry import Registry

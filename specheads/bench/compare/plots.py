@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench.compare.decoder_spec import Cell
-from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.acceptance import RULES
 
 AXES = {"accuracy": "accuracy (share of right answers)", "nats": "nats a token from the base (at T = 0 mean KL)"}
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from specheads.bench.decoders import counts
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.decoding.drafters import Drafter
-from specheads.decoding.generation.neutral import NEUTRAL
+from specheads.decoding.generation.hf_options import NEUTRAL
 from specheads.decoding.generation.recorded import Record, record, replay, sum_columns
 from specheads.decoding.planner import Plan
 from specheads.models.base.fingerprint import differences, fingerprint_base

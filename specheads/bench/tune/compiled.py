@@ -23,11 +23,11 @@ from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.graphs import reason_not_compiled
 from specheads.decoding.drafters.auto import READ_WIDTHS
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter
-from specheads.decoding.drafters.unread import UnreadPositions
+from specheads.decoding.drafters.pending import PendingFeatures
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import Plan, StaticTree, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
-from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, Shape
+from specheads.decoding.planner.by_cost.candidates import COMPILED_CHAINS, LARGEST
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.probs.sampler import Sampler
@@ -78,7 +78,7 @@ def tune_compiled(
     wide = max(0.0, drafting(first, READ_WIDTHS[-1]) - (first.depth - 1) * one)
     levels = [(1, one), *((4, max(0.0, drafting(tree, READ_WIDTHS[0]) - read)) for tree in trees)]
     reads = Curve.fit(((READ_WIDTHS[0], read), (READ_WIDTHS[-1], wide)))
-    shapes = {Shape(tree).levels: drafting(tree, READ_WIDTHS[0]) for tree in (*chains, *trees)}
+    shapes = {tree.inner_nodes: drafting(tree, READ_WIDTHS[0]) for tree in (*chains, *trees)}
     return StepCosts(config.batch, verify, zero, lookup, reads, Curve.fit(levels), shapes)
 
 
@@ -115,7 +115,7 @@ class _Whole(Drafter):
 
     def __init__(self, head: DraftHead, tree: StaticTree, width: int) -> None:
         self.head, self.tree, self.width = head, tree, width
-        self.unread = UnreadPositions()
+        self.unread = PendingFeatures()
 
     @property
     def layers(self) -> tuple[int, ...]:

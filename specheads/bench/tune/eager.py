@@ -26,7 +26,7 @@ from specheads.bench.tune.timing import (
 )
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.drafters.unread import UnreadPositions
+from specheads.decoding.drafters.pending import PendingFeatures
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
@@ -128,7 +128,7 @@ class _Timed(Drafter):
     def __init__(self, head: DraftHead, tree: Plan, every: int) -> None:
         self.head, self.every, self.seconds = head, every, 0.0
         self.plan = ReserveSlots(tree, SLOTS)
-        self.unread = UnreadPositions()
+        self.unread = PendingFeatures()
         self.step = 0
 
     @property

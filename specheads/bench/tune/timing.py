@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter
-from specheads.decoding.drafters.suffix_search import longest_match, to_text
+from specheads.decoding.drafters.lookup import longest_match, to_text
 from specheads.decoding.planner import Plan, chain
-from specheads.decoding.planner.by_cost.shapes import COMPILED_COPIES
+from specheads.decoding.planner.by_cost.candidates import COMPILED_COPIES
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.causal import Target

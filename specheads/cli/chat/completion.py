@@ -8,9 +8,8 @@ from pathlib import Path
 
 from specheads.cli.chat.settings import COMMANDS, SETTINGS, SWITCH
 from specheads.cli.options.decode import VIEWS
-from specheads.decoding.acceptance import divergences
-from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner.named import PLANS
+from specheads.decoding.acceptance import RULES, divergences
+from specheads.decoding.planner import PLANS
 from specheads.decoding.registry import positional
 
 

@@ -17,8 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from specheads.cli.chat.settings import change, compared
 from specheads.cli.options.decode import ChatOptions
 from specheads.data.conversation import Conversation, Message
-from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.acceptance import Acceptance, as_rule
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate

@@ -12,7 +12,7 @@ from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.cli.app import output
 from specheads.cli.options.measure import EvaluateOptions
-from specheads.decoding.acceptance.named import RULES, rule_named
+from specheads.decoding.acceptance import RULES, rule_named
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.planner import as_plan
 from specheads.models.named import Models

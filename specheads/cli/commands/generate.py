@@ -10,7 +10,7 @@ from specheads.cli.app import emit
 from specheads.cli.options.decode import GenerateOptions
 from specheads.cli.text import depth_counts, legend, write_text
 from specheads.data.chat_template import template_of
-from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.acceptance import as_rule
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import as_plan
 from specheads.models.named import Models

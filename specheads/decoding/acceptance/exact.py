@@ -1,4 +1,4 @@
-"""Exact: judges token by token, so that emitted text has the target's distribution.
+"""walk(), by which every rule judges a tree, and Exact: token by token, so that text has the target's distribution.
 
 p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary, F nodes with several
 children.
@@ -6,15 +6,16 @@ children.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.paths import accepted_path
-from specheads.decoding.acceptance.rule import LevelRule, TargetProbs, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, LevelRule, TargetProbs, Verdict, accepted_path
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -163,3 +164,31 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def with_fallback(left: Tensor, mass: Tensor, p: Tensor) -> Tensor:
     """Rows of left, or of p where their mass (…, 1) is 0."""
     return torch.where(mass > 0, left, p)
+
+
+def walk(
+    tree: DraftTree,
+    logits: Tensor,
+    accept: Acceptance,
+    sampler: Sampler,
+    history: Sequence[Sequence[int]] = (),
+    *,
+    ends: Tensor | None = None,
+    numbers: Tensor | None = None,
+    keep_scores: bool = False,
+    keep_divergences: bool = False,
+) -> Verdict:
+    """The rule's verdict on the tree, for all rows at once.
+
+    logits (B, N, V): the target's. history, ends, numbers: as in `TargetProbs`. keep_scores: include the scores of each
+    token. keep_divergences: include those of every node, from a rule that measures them.
+    """
+    target = TargetProbs(tree, logits, sampler, history, ends, numbers)
+    rule = Exact() if tree.num_nodes == 1 or accept.is_exact(sampler) else accept
+    verdict = rule.judge(target)
+    if keep_divergences and tree.num_nodes > 1:
+        # After the verdict: a "random" divergence draws numbers, and must not change those that the rule draws.
+        verdict = replace(verdict, divergences=accept.divergences(target))
+    if not keep_scores:
+        return verdict
+    return replace(verdict, scores=tuple((target.at(logits, node), target.scores_at(node)) for node in verdict.path.T))

@@ -1,4 +1,4 @@
-"""Lenient: the exact rule with higher acceptance probabilities."""
+"""The exact rule with higher acceptance probabilities (Lenient), and without its residual (NoResidual)."""
 
 from __future__ import annotations
 
@@ -45,3 +45,26 @@ class Lenient(LevelRule):
 
     def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
         return residual_after_rejections(target.p_at(node), target, node)
+
+
+@dataclass(frozen=True)
+class NoResidual(LevelRule):
+    """Accept x with probability min(1, p(x)/q(x)); after a rejection draw from p. Lossless at temperature 0 only.
+
+    Without the residual norm((p − q)₊), tokens that the draft favours are emitted too often: x with probability
+    min(p, q) + (1 − Σ min(p, q)) p. The skip_sample_adjustment of https://github.com/romsto/Speculative-Decoding.
+    """
+
+    on_device: ClassVar[bool] = True
+
+    name = "no_residual"
+    lossless: ClassVar[bool] = False
+
+    def is_exact(self, sampler: Sampler) -> bool:
+        return not sampler.do_sample
+
+    def accept_mask(self, target: TargetProbs) -> Tensor:
+        return draw_accept_mask(target, target.p)
+
+    def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
+        return target.p_at(node)

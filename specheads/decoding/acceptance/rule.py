@@ -1,4 +1,4 @@
-"""The base class of rules, what a rule is given, and the verdict it returns.
+"""The base class of rules, what a rule is given, the path it accepts, and the verdict it returns.
 
 p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1.
 """
@@ -13,10 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.paths import accepted_path
-from specheads.decoding.cached import cached_property
 from specheads.decoding.probs.sampler import Sampler, likeliest
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.tree.topology import cached_property
 from specheads.options import require_number
 
 
@@ -277,3 +276,33 @@ class LevelRule(Acceptance):
     def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
         """(B, V) the unnormalised distribution of the token after node (B,) of each row if none of its children is
         accepted. At temperature 0 any numbers whose argmax is that token."""
+
+
+def accepted_path(tree: DraftTree, accept_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The path from the root that takes the first accepted child at each node, until there is none.
+
+    accept_mask (B, N) bool. Returns the path and its length, as `path_to` does, and its end (B,).
+    """
+    accept_mask = accept_mask & tree.topology.drafted
+    if tree.is_chain:
+        end = accept_mask[:, 1:].long().cumprod(1).sum(1)
+    else:
+        node = torch.arange(tree.num_nodes, device=accept_mask.device)
+        end = torch.where(accepted_to_root(tree, tree.first_sibling(accept_mask)), node, 0).amax(1)
+    return *path_to(tree, end), end
+
+
+def accepted_to_root(tree: DraftTree, accept_mask: Tensor) -> Tensor:
+    """accept_mask (B, N) bool → (B, N) bool: are a node and all its ancestors accepted? The root always is."""
+    return (accept_mask.unsqueeze(1) | tree.topology.not_required).all(-1)
+
+
+def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes (B, P) from the root to end (B,), padded with the end, and how many there are, (B,)."""
+    node = torch.arange(tree.num_nodes, device=end.device)
+    if tree.is_chain:
+        return torch.minimum(node, end.unsqueeze(1)), end + 1
+    on_path = tree.topology.ancestors[torch.arange(len(end), device=end.device), end]
+    path = torch.where(on_path, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
+    length = on_path.sum(1)
+    return torch.where(node[: tree.max_depth + 1] < length.unsqueeze(1), path, end.unsqueeze(1)), length

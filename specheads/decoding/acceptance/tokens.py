@@ -15,8 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.paths import accepted_path, accepted_to_root, path_to
-from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
+from specheads.decoding.acceptance.rule import (
+    Acceptance,
+    TargetProbs,
+    Verdict,
+    accepted_path,
+    accepted_to_root,
+    path_to,
+)
 from specheads.options import require_whole
 
 

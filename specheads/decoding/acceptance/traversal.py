@@ -12,8 +12,7 @@ import torch
 
 from specheads.decoding.acceptance.block import Block, stop_norm
 from specheads.decoding.acceptance.exact import Exact, normalised, positive_part, tiny
-from specheads.decoding.acceptance.paths import path_to
-from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict, path_to
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-MOST_CAPTURES = 4  # kept per step, the most recently used: a cache at another address needs a capture of its own
+MAX_CAPTURES = 4  # kept per step, the most recently used: a cache at another address needs a capture of its own
 NOT_CAPTURED = ("cpu",)  # copies from the host cannot be captured
 
 TensorFunction = Callable[..., Sequence[Any]]
@@ -62,7 +62,7 @@ class CudaGraph:
 
     def capture(self, inputs: Sequence[Any]) -> Capture | None:
         """A capture with these inputs; None, after one warning, if CUDA refuses."""
-        while len(self.captures) >= MOST_CAPTURES:
+        while len(self.captures) >= MAX_CAPTURES:
             del self.captures[next(iter(self.captures))]
         try:
             return Capture(self.function, inputs, self.fixed, self.pool)

@@ -12,14 +12,20 @@ from transformers.generation import logits_process as hf
 
 from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.compiled.graphs import DEFAULT_BACKEND, CompiledSteps
-from specheads.decoding.compiled.keys import draft_shapes, options_as_tensors, torch_settings
-from specheads.decoding.compiled.module_state import code_of, constants_of, module_state
+from specheads.decoding.compiled.keys import (
+    code_of,
+    constants_of,
+    draft_shapes,
+    module_state,
+    options_as_tensors,
+    torch_settings,
+)
 from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
 from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import split_prompt
-from specheads.decoding.step import step_after_draft, verify, whole_step
+from specheads.decoding.step import Rows, step_after_draft, verify, whole_step
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.grouped_attention import grouped_heads
@@ -70,7 +76,7 @@ class StepCompiler:
         if self._state is None:
             offset, kind = self.target.offset, self.target.device.type
             autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            with self.target.turn():  # another thread's pass replaces how modules run
+            with self.target.lock():  # another thread's pass replaces how modules run
                 base = module_state(self.target.base)
             self._state = (
                 base,
@@ -104,19 +110,19 @@ class StepCompiler:
         return self.num_top, self.sampler.do_sample, constants_of(self.accept), processors, self._code
 
     def whole_step(
-        self, context: Context, numbers: Callable[[int], Tensor | None], active: Tensor, count: Tensor, limits: Tensor,
-        shortened: bool,
-    ) -> Advance | None:  # fmt: skip
+        self, context: Context, rows: Callable[[int], Rows], limits: Tensor, shortened: bool
+    ) -> Advance | None:
         """The step in one graph; None if it has to begin on the host.
 
-        count, limits (B,): new tokens of each row so far, and at most. shortened: the text ends within a draft.
+        rows: of a step whose tree has this depth. limits (B,): the most new tokens. shortened: the text ends within a
+        draft.
         """
         if not self.judges:
             return None
-        draft, unread = None, None
+        draft, prompt = None, None
         if self.drafter is not None and self.plan is not None:
             if self.whole and not context.ranks:  # the first step: the prompt is read before it
-                unread, context = split_prompt(context, self.plan.depth + 1)
+                prompt, context = split_prompt(context, self.plan.depth + 1)
             draft = self.drafter.device_draft(context, self.plan)
             if draft is None or not (draft.drafter is None or self.grows(draft.plan)):
                 return None
@@ -125,22 +131,21 @@ class StepCompiler:
         if drafter is not None and plan is not None:
             grown = unwrapped_plan(plan)
             if isinstance(grown, StaticTree | SampledTree):
-                grown.topology(len(active), active.device).complete()
+                grown.topology(len(context.root), context.root.device).complete()
             elif shortened and not self.by_target:
                 return None  # the best tree of fewer levels is another tree
-            if unread is not None:
-                drafter.propose(unread, Sampler(), NoDraft(plan))
+            if prompt is not None:
+                drafter.propose(prompt, Sampler(), NoDraft(plan))
             caches = tuple((cache.end, cache.size) for cache in context.caches)
             state = self.state_of(drafter if module is None else module)
             key = self.key(self.judging, type(drafter), state, plan, context.features.shape[1], caches)
+        inputs = rows(depth)._replace(root=context.root, limits=limits)
         return self._run(
-            whole_step, key, self.target, drafter, plan, self.accept, self.sampler, context, numbers(depth), active,
-            self.num_top, *(() if self.by_target else (count, limits)), module=module,
+            whole_step, key, self.target, self.accept, self.sampler, drafter, plan, context,
+            inputs._replace(counts=None, limits=None) if self.by_target else inputs, self.num_top, module=module,
         )  # fmt: skip
 
-    def step_after_draft(
-        self, context: Context, tree: DraftTree, numbers: Callable[[int], Tensor | None], active: Tensor, count: Tensor
-    ) -> Advance | None:
+    def step_after_draft(self, tree: DraftTree, rows: Callable[[int], Rows]) -> Advance | None:
         """What follows a draft, in one graph; None if judging needs the host, or if no other step would use such a
         graph."""
         if self.whole or not self.judges or tree.siblings_drawn:
@@ -156,9 +161,10 @@ class StepCompiler:
         # Else values cached in the topology by other steps would become inputs of the graph.
         tree = replace(tree, topology=tree.topology.bare(tree.is_chain))
         key = self.key(self.judging, draft_shapes(tree), tree.num_nodes, tree.max_depth, tree.is_chain)
+        inputs = rows(tree.max_depth)
         return self._run(
-            step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree,
-            numbers(tree.max_depth), active, self.num_top, *(() if by_target else (count,)),
+            step_after_draft, key, self.target, self.accept, self.sampler, tree,
+            inputs._replace(counts=None) if by_target else inputs, self.num_top,
         )  # fmt: skip
 
     def grows(self, plan: Plan | None) -> bool:
@@ -179,7 +185,7 @@ class StepCompiler:
         return TargetOutput(out.logits[:, :num], out.features[:, :num])
 
     def _run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
-        with grouped_heads(self.target.base), self.target.routed():
+        with grouped_heads(self.target.base), self.target.patched_forward():
             return self.steps.run(function, key, *inputs, module=module)
 
     def pad(self, tree: DraftTree) -> DraftTree:

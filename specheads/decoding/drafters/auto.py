@@ -5,7 +5,6 @@ Shapes: B batch rows, N tree nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -14,16 +13,14 @@ import torch
 from transformers.utils import logging
 
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter, with_defaults
-from specheads.decoding.drafters.overlay import OrCopy, put_copies
+from specheads.decoding.drafters.lookup import copy_ids, longest_match, row_texts
 from specheads.decoding.drafters.path_drafter import build_tree
-from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
-from specheads.decoding.drafters.unread import UnreadPositions
+from specheads.decoding.drafters.pending import HeadOrCopy, PendingFeatures, put_copies
 from specheads.decoding.planner import NoDraft, Plan, chain
-from specheads.decoding.planner.by_cost.choice import Choice
+from specheads.decoding.planner.by_cost.candidates import CHAINS, COMPILED_SIZES, LARGEST, make_candidates
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
-from specheads.decoding.planner.by_cost.estimates import if_sampled
-from specheads.decoding.planner.by_cost.shapes import CHAINS, COMPILED_SIZES, LARGEST, Menu, Shape, make_menu
-from specheads.decoding.planner.by_cost.step_planner import StepPlanner, StepState
+from specheads.decoding.planner.by_cost.estimates import SAMPLED_SHARE
+from specheads.decoding.planner.by_cost.step_planner import Choice, StepPlanner, StepState
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import ASSUMED_RANKS
 from specheads.decoding.probs.sampler import Sampler
@@ -31,7 +28,7 @@ from specheads.decoding.tree import DraftTree
 from specheads.options import shown
 
 LONGEST_MATCH = 32  # tokens
-MOST_UNREAD = 512  # columns of features held for an idle head; past them it reads all, without drafting
+MAX_PENDING = 512  # columns of features held for an idle head; past them it reads all, without drafting
 READ_WIDTHS = (8, 32)  # columns in which a compiled step reads unread positions: each width is a graph
 _cached_chain = cache(chain)
 logger = logging.get_logger(__name__)
@@ -95,7 +92,7 @@ class AutoDrafter(Drafter):
             return costs
         table = shipped_costs(device.type, compiled=compiled)
         logger.warning_once(
-            f"draft='auto' goes by the step costs shipped for a {SHIPPED.get(device.type, 'GPU')}; "
+            f"draft='auto' uses the bundled step costs of a {SHIPPED.get(device.type, 'GPU')}; "
             f"`specheads tune MODEL{' --compile' if compiled else ''}` measures those of this machine"
         )
         return table
@@ -103,14 +100,6 @@ class AutoDrafter(Drafter):
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         """The most nodes of a step, as a chain that is only a limit and never grown."""
         return _cached_chain(LARGEST - 1)  # one object, as it caches the shorter chains for the last steps of a text
-
-    def menu(self, table: CostTable, rows: int, *, compiled: bool, branching: bool = True, longest: int = 0) -> Menu:
-        """What the planner may choose from, see `make_menu`."""
-        depth = min(CHAINS[-1], (self.head and self.head.max_depth) or CHAINS[-1])
-        return make_menu(
-            table.for_rows(rows), rows, table.acceptance or (ASSUMED_RANKS,), depth, head=self.head is not None,
-            compiled=compiled, branching=branching, longest=longest,
-        )  # fmt: skip
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         return self._run(context).propose(context, sampler, plan)
@@ -122,38 +111,43 @@ class AutoDrafter(Drafter):
         self._run(context).refill(context, rows, prompts)
 
     def _run(self, context: Context) -> _Run:
-        return context.once("auto", lambda: _Run(self, context))
+        return context.memoize("auto", lambda: _Run(self, context))
 
 
 class _Run:
     """What AutoDrafter knows about the texts of one call of decode(), and how it drafts what `planner` chooses.
 
-    choice: for the step at which the texts have `lengths`; it was planned when they had the lengths `planned`. copies:
-    those found then, as in `StepState`. head: None if none of its shapes can pay. unread: what the head has not read.
+    choice, copies: for the step at which the texts have the lengths `planned`; copies as in `StepState`. head: None if
+    none of its chains can pay. pending: what the head has not read.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
         self.rows, self.compiled = len(context.history), context.target.static
         table = auto.table(context.root.device, compiled=self.compiled)
-        menu = auto.menu(
-            table, self.rows, compiled=self.compiled, branching=not context.target.has_state,
-            longest=context.target.limit,
-        )  # fmt: skip
-        self.head = auto.head if menu.shapes else None
-        assumed: Sequence[Sequence[float]] = table.acceptance or (ASSUMED_RANKS,)
-        assumed = if_sampled(assumed) if context.sampled else assumed
-        self.planner = StepPlanner(table.for_rows(self.rows), menu, assumed, self.rows)
-        self.unread = UnreadPositions()
-        self.slots = max(menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else 0)
-        self.lengths: list[int] = []
+        costs = table.for_rows(self.rows)
+        depth = min(CHAINS[-1], (auto.head and auto.head.max_depth) or CHAINS[-1])
+        candidates = make_candidates(
+            costs, self.rows, depth, head=auto.head is not None, compiled=self.compiled, longest=context.target.limit
+        )
+        self.head = auto.head if candidates.chains else None
+        share = SAMPLED_SHARE if context.sampled else 1.0
+        assumed = [share * ranks[0] for ranks in table.acceptance or (ASSUMED_RANKS,)]
+        self.planner = StepPlanner(costs, candidates, assumed, self.rows)
+        self.pending = PendingFeatures()
+        self.slots = max([1 + depth for depth in candidates.chains], default=0)
+        if self.compiled:
+            self.slots = max(self.slots, READ_WIDTHS[-1])
         self.planned: list[int] = []
         self.copies: list[tuple[int, list[int]]] = []
         self.choice: Choice | None = None
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         choice = self.choose(context, plan)
-        if choice.shape is not None:
-            return self._propose_with_head(context, sampler, choice.shape, choice)
+        if choice.depth:
+            assert self.head is not None
+            drafter = self._with_copies(context, choice) if any(choice.copies) else self.head
+            plan = ReserveSlots(_cached_chain(choice.depth), self.slots)
+            return self.pending.propose(drafter, context, sampler, plan)
         self._leave_head_idle(context)
         if choice.nodes == 1:
             return DraftTree.root_only(context.root)
@@ -166,11 +160,16 @@ class _Run:
         if choice.nodes == 1:
             self._leave_head_idle(context)
             return DeviceDraft(context)
-        if choice.shape is None or self.head is None or not self.head.on_device:
+        if not choice.depth or self.head is None or not self.head.on_device:
             return None
         drafter = self._with_copies(context, choice) if self.rows > 1 else self.head
-        draft = self.unread.device_draft(
-            drafter, self.head, context, choice.shape.tree, at_once=self._read_width(context), slots=self.slots
+        draft = self.pending.device_draft(
+            drafter,
+            self.head,
+            context,
+            _cached_chain(choice.depth),
+            at_once=self._read_width(context),
+            slots=self.slots,
         )
         return draft if self.rows == 1 else draft._replace(depth=choice.nodes - 1)  # a copy may be as long
 
@@ -182,18 +181,15 @@ class _Run:
             self.planned[row] = len(history) - 1
             context.memory["texts"][row] = ""
         if self.head is not None:
-            self.unread.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
+            self.pending.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
 
     def choose(self, context: Context, plan: Plan) -> Choice:
         """The draft of this step, within the limits of `plan`; decided once a step."""
         lengths = [len(row) for row in context.history]
-        if self.choice is not None and lengths == self.lengths:
+        if self.choice is not None and lengths == self.planned:
             return self.choice
-        self.lengths = lengths
         if self.head is not None:
-            self.unread.add(context)
-        if self.choice is not None and self.planner.rests():
-            return self.choice
+            self.pending.add(context)
         if self.planned:
             gained = [row[before:] for row, before in zip(context.history, self.planned, strict=True)]
             self.planner.learn(gained, context.ranks)
@@ -202,12 +198,12 @@ class _Run:
         return self.choice
 
     def _state(self, context: Context, plan: Plan) -> StepState:
-        menu = self.planner.menu.within(plan.num_nodes, plan.depth)
-        copies = find_copies(context, min(menu.sizes[-1] - 1, plan.depth))
-        step = menu, copies, context.remaining, context.others_wait, context.bound
-        if self.head is None or not menu.shapes:
+        candidates = self.planner.candidates.within(min(plan.num_nodes, 1 + plan.depth))
+        copies = find_copies(context, candidates.sizes[-1] - 1)
+        step = candidates, copies, context.remaining, context.queue_pending, context.bound
+        if self.head is None or not candidates.chains:
             return StepState(*step)
-        has_read, unread = self.unread.has_read, self.unread.count
+        has_read, unread = self.pending.has_read, self.pending.count
         read = unread if has_read else 1
         if self.compiled:
             read = max(read, self._read_width(context))
@@ -215,17 +211,12 @@ class _Run:
 
     def _read_width(self, context: Context) -> int:
         """How many columns a pass of a compiled step reads."""
-        unread = self.unread.count if self.unread.has_read else 1  # prompts are read in a pass of their own
+        unread = self.pending.count if self.pending.has_read else 1  # prompts are read in a pass of their own
         return next((width for width in READ_WIDTHS if unread <= width), READ_WIDTHS[-1])
 
-    def _propose_with_head(self, context: Context, sampler: Sampler, shape: Shape, choice: Choice) -> DraftTree:
-        assert self.head is not None
-        drafter = self._with_copies(context, choice) if any(choice.copies) else self.head
-        return self.unread.propose(drafter, context, sampler, ReserveSlots(shape.tree, self.slots))
-
     def _leave_head_idle(self, context: Context) -> None:
-        if self.head is not None and self.unread.columns > MOST_UNREAD:
-            self.unread.propose(self.head, context, Sampler(), NoDraft(ReserveSlots(chain(1), self.slots)))
+        if self.head is not None and self.pending.columns > MAX_PENDING:
+            self.pending.propose(self.head, context, Sampler(), NoDraft(ReserveSlots(chain(1), self.slots)))
 
     def _chosen_copies(self, choice: Choice) -> list[list[int]]:
         return [ids[: choice.nodes - 1] if taken else []
@@ -234,8 +225,8 @@ class _Run:
     def _with_copies(self, context: Context, choice: Choice) -> Drafter:
         """The head, with its trees replaced by the chosen copies."""
         assert self.head is not None
-        put_copies(self.unread.memory, context, self._chosen_copies(choice), choice.nodes)
-        return OrCopy(self.head)
+        put_copies(self.pending.memory, context, self._chosen_copies(choice), choice.nodes)
+        return HeadOrCopy(self.head)
 
 
 def find_copies(context: Context, count: int) -> list[tuple[int, list[int]]]:

@@ -56,7 +56,7 @@ class Context:
       its last position. None unless the drafter has a `wants_target_top` = K above 0.
     source: each row's source ids if the target has an encoder, unpadded, on the host; None without one or if unknown.
     ranks: the sibling ranks of each row's last accepted drafts, on the host; empty before the first step.
-    remaining: how many tokens each row may gain after its root, 0 once it has finished. others_wait: may a new prompt
+    remaining: how many tokens each row may gain after its root, 0 once it has finished. queue_pending: may a new prompt
       replace the next row that finishes? sampled: are tokens drawn at random?
     """
 
@@ -74,7 +74,7 @@ class Context:
     source: list[list[int]] | None = None
     ranks: list[list[int]] = field(default_factory=list)
     remaining: list[int] = field(default_factory=list)
-    others_wait: bool = False
+    queue_pending: bool = False
     sampled: bool = False
 
     def prepare(self) -> None:
@@ -87,7 +87,7 @@ class Context:
         """(B, P, …) → (B, …) at the column `last`."""
         return values[torch.arange(len(values), device=values.device), self.last]
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
+    def memoize(self, name: str, make: Callable[[], T]) -> T:
         """The value that make() returned when `name` was first asked for; kept in `memory`."""
         if name not in self.memory:
             self.memory[name] = make()
@@ -121,7 +121,7 @@ class Context:
             following=advance.following,
             new=advance.length,
             last=advance.last,
-            bound=max(len(row) for row in self.history) - 1,
+            bound=max(map(len, self.history)) - 1,
             top=advance.top,
             ranks=ranks,
         )

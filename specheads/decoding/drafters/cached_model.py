@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.arguments import embedding_count, input_device
 from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.model_inputs import embedding_count, input_device
 from specheads.decoding.verify.seq2seq import Source, make_target
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from specheads.decoding.acceptance.tokens import accepted_in_review
 from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.drafters.cached_model import CachedModel
-from specheads.decoding.drafters.cascade_state import CascadeState
-from specheads.decoding.drafters.head_review import HeadReview
+from specheads.decoding.drafters.cascade_state import CascadeState, HeadReview
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
 from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.drafters.path_drafter import PathDrafter, build_tree

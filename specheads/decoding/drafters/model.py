@@ -18,9 +18,9 @@ from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDra
 from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.arguments import forward_arguments
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.hf_base import UnsupportedModel, has_state, text_config, unwrapped, vocabulary_size
+from specheads.decoding.verify.model_inputs import forward_arguments
 from specheads.decoding.verify.seq2seq import refuse_unsupported
 
 # The share of a vocabulary that may be padding: Qwen2.5 has 151,936 rows in its 0.5B model and 152,064 in its 72B.

@@ -9,8 +9,8 @@ from heapq import nlargest
 from typing import Any
 
 from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.lookup import copyable_sources
 from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
-from specheads.decoding.drafters.suffix_search import copyable_sources
 from specheads.decoding.planner import Plan
 from specheads.options import shown
 

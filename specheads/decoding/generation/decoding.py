@@ -14,19 +14,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.acceptance import Acceptance, Fuzzy
-from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.acceptance import Acceptance, Fuzzy, as_rule
 from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, compiled_steps
+from specheads.decoding.drafters import as_drafter
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import as_drafter
-from specheads.decoding.generation.context_limits import warn_past_limits
+from specheads.decoding.generation.warnings import (
+    scaled_by_pass,
+    warn_of_scales,
+    warn_of_slow_bfloat16,
+    warn_past_limits,
+)
 from specheads.decoding.loop import Step, Stop, decode
 from specheads.decoding.planner import Plan, as_plan
-from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import Refill
-from specheads.decoding.verify.activation_scales import scaled_by_pass
 from specheads.decoding.verify.model_inputs import ModelInputs
 from specheads.decoding.verify.seq2seq import Source, make_target, refuse_branching
 from specheads.decoding.verify.verifier import Verifier
@@ -121,22 +123,3 @@ class Decoding:
     def warn_past_limits(self, length: int) -> None:
         """Log a warning if a text of `length` tokens is longer than the base or the drafter was made for."""
         warn_past_limits(self.base, None if self.drafter is None else self.drafter.trained_length, length)
-
-
-def warn_of_scales(base: PreTrainedModel, scaled: str | None) -> None:
-    """Warn once if a pass that verifies drafts may give other logits than this base's own passes."""
-    if scaled is not None:
-        logger.warning_once(
-            f"{type(base).__name__}: {scaled} scales activations by all tokens of a pass, so passes over drafts can "
-            "give other logits than token by token, and another text: the output says lossless=False; give draft=False "
-            "for the model's own text"
-        )
-
-
-def warn_of_slow_bfloat16(base: PreTrainedModel) -> None:
-    """Warn once if drafts for this base are verified on a CPU without instructions for its bfloat16."""
-    if base.dtype == torch.bfloat16 and base.device.type == "cpu" and not bfloat16_is_fast(base.device):
-        logger.warning_once(
-            "the base is in bfloat16, for which this processor has no instructions: prompts, and passes that verify "
-            "drafts without compile=True, take longer than in float32; load it with dtype=torch.float32"
-        )

@@ -32,22 +32,16 @@ from specheads.decoding.generation.hf_options import (
 )
 from specheads.decoding.generation.kept_text import keep_text, kept_prefix, take_cache
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
-from specheads.decoding.generation.prompt_batches import (
-    left_order,
-    pack_left,
-    unpadded_rows,
-    warn_of_holes,
-    warn_of_right_padding,
-)
+from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows
 from specheads.decoding.generation.stopping import Stopping, cut_row, gives_scores
+from specheads.decoding.generation.warnings import warn_of_holes, warn_of_right_padding
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.verify.arguments import CACHE_NAMES
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.hf_base import unwrapped
-from specheads.decoding.verify.model_inputs import ModelInputs, model_inputs
+from specheads.decoding.verify.model_inputs import CACHE_NAMES, ModelInputs, model_inputs
 from specheads.decoding.verify.seq2seq import Source
 
 logger = hf_logging.get_logger(__name__)
@@ -131,23 +125,17 @@ def generate(
         search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
         return _run_seeded(search, seed)
 
-    def run(base: PreTrainedModel, input_ids: Tensor, **model_kwargs: Any) -> Any:
-        # No further named parameters: transformers would take their names for arguments of generate().
-        source_ids = prompts if base.config.is_encoder_decoder else None
-        return _run(
-            base, input_ids, decoding=decoding, seed=seed, source_ids=source_ids, stream=streamer, cache=cache,
-            **model_kwargs,
-        )  # fmt: skip
-
+    source_ids = prompts if base.config.is_encoder_decoder else None
+    run = _Run(decoding, seed, source_ids, streamer, cache)
     if streamer is not None:
         kwargs["streamer"] = streamer
-    return through_front_door(
+    return call_hf_generate(
         base, run, inputs, front=front, generation_config=generation_config, stopping_criteria=stopping_criteria,
         tokenizer=tokenizer, stop_strings=stop_strings, **kwargs,
     )  # fmt: skip
 
 
-def through_front_door(
+def call_hf_generate(
     base: PreTrainedModel,
     run: Callable[..., Any],
     inputs: Tensor | None,
@@ -184,67 +172,75 @@ def through_front_door(
     )
 
 
-def _run(
-    base: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    decoding: Decoding,
-    seed: int | Sequence[int] | None,
-    source_ids: Tensor | None,
-    stream: BaseStreamer | None,
-    cache: DynamicCache | None,
-    **model_kwargs: Any,
-) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
-    """What base.generate() runs in place of its own loop, with the arguments it has prepared."""
-    prompts = _read_prompts(base, input_ids.long(), source_ids, stream, model_kwargs)
-    device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
-    pad_id = int(config._pad_token_tensor.flatten()[0]) if config._pad_token_tensor is not None else 0
-    stop = Stopping(
-        stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, pad_id, device, gives_scores(config)
-    )
-    sampler = Sampler(
-        logits_processor,
-        do_sample=do_sample,
-        seeds=seeds_for(seed, len(prompts.rows)) if do_sample or seed is not None else None,
-        prompts=prompts.rows,
-        lengths=prompts.counts,
-        pad_token_id=pad_id,
-    )
-    text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
-    decoding.warn_past_limits(max(prompts.counts))
-    cache = cache if config.use_cache else None
-    prefix = kept_prefix(base, cache, input_ids, model_kwargs)
-    target, plan = decoding.prepare(
-        device, do_sample, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask")
-    )
-    for step in decoding.steps(
-        target, plan, prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit, eos=stop.eos,
-        inputs=replace(prompts.inputs, prefix=prefix), keep_scores=bool(config.output_scores or config.output_logits),
-    ):  # fmt: skip
-        text.add(step)
-    text.cut(stop.ends, input_ids.shape[1])
-    if stream is not None:
-        stream.end()
-    added = [len(row) - input_ids.shape[1] for row in text.rows]
-    decoding.warn_past_limits(max(n + new for n, new in zip(prompts.counts, added, strict=True)))
-    sequences = text.sequences(pad_id, input_ids.device)
-    if cache is not None or (config.use_cache and config.return_dict_in_generate):
-        cache = keep_text(cache, target, text.rows, input_ids.shape[1], model_kwargs.get("attention_mask"))
-    if not config.return_dict_in_generate:
-        return sequences
-    kind = SpecSeq2SeqOutput if prompts.source else SpecGenerateOutput
-    given_cache: dict[str, Any] = {next(name for name in CACHE_NAMES if name in kind.__dataclass_fields__): cache}
-    return kind(
-        sequences=sequences,  # type: ignore[arg-type]
-        scores=stack_by_position(text.scores, 1) if config.output_scores else None,  # type: ignore[arg-type]
-        logits=stack_by_position(text.scores, 0) if config.output_logits else None,  # type: ignore[arg-type]
-        steps=text.steps,
-        lossless=decoding.is_lossless(len(prompts.rows)),
-        **given_cache,
-    )
+@dataclass(frozen=True)
+class _Run:
+    """What base.generate() runs in place of its own loop. source_ids: of an encoder's texts; cache: of earlier text."""
+
+    decoding: Decoding
+    seed: int | Sequence[int] | None
+    source_ids: Tensor | None
+    stream: BaseStreamer | None
+    cache: DynamicCache | None
+
+    def __call__(
+        self,
+        base: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
+        """The arguments are as base.generate() has prepared them. No further ones have names: transformers would take
+        these for arguments of generate()."""
+        prompts = _read_prompts(base, input_ids.long(), self.source_ids, self.stream, model_kwargs)
+        device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
+        pad_id = int(config._pad_token_tensor.flatten()[0]) if config._pad_token_tensor is not None else 0
+        stop = Stopping(
+            stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, pad_id, device, gives_scores(config)
+        )
+        sampler = Sampler(
+            logits_processor,
+            do_sample=do_sample,
+            seeds=seeds_for(self.seed, len(prompts.rows)) if do_sample or self.seed is not None else None,
+            prompts=prompts.rows,
+            lengths=prompts.counts,
+            pad_token_id=pad_id,
+        )
+        text = _Text([list(row) for row in prompts.rows], self.stream, keep_steps=bool(config.return_dict_in_generate))
+        self.decoding.warn_past_limits(max(prompts.counts))
+        cache = self.cache if config.use_cache else None
+        prefix = kept_prefix(base, cache, input_ids, model_kwargs)
+        target, plan = self.decoding.prepare(
+            device, do_sample, source=prompts.source, decoder_mask=model_kwargs.get("decoder_attention_mask")
+        )
+        for step in self.decoding.steps(
+            target, plan, prompts.ids, prompts.lengths, sampler=sampler, stop=stop, max_new_tokens=stop.limit,
+            eos=stop.eos, inputs=replace(prompts.inputs, prefix=prefix),
+            keep_scores=bool(config.output_scores or config.output_logits),
+        ):  # fmt: skip
+            text.add(step)
+        text.cut(stop.ends, input_ids.shape[1])
+        if self.stream is not None:
+            self.stream.end()
+        added = [len(row) - input_ids.shape[1] for row in text.rows]
+        self.decoding.warn_past_limits(max(n + new for n, new in zip(prompts.counts, added, strict=True)))
+        sequences = text.sequences(pad_id, input_ids.device)
+        if cache is not None or (config.use_cache and config.return_dict_in_generate):
+            cache = keep_text(cache, target, text.rows, input_ids.shape[1], model_kwargs.get("attention_mask"))
+        if not config.return_dict_in_generate:
+            return sequences
+        kind = SpecSeq2SeqOutput if prompts.source else SpecGenerateOutput
+        given_cache: dict[str, Any] = {next(name for name in CACHE_NAMES if name in kind.__dataclass_fields__): cache}
+        return kind(
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=stack_by_position(text.scores, 1) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=stack_by_position(text.scores, 0) if config.output_logits else None,  # type: ignore[arg-type]
+            steps=text.steps,
+            lossless=self.decoding.is_lossless(len(prompts.rows)),
+            **given_cache,
+        )
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.generation.prompt_batches import left_order
-from specheads.decoding.verify.arguments import CACHE_NAMES
-from specheads.decoding.verify.cache import Reach
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.hf_base import WITH_BOTH, has_state, layer_reach, text_config
-from specheads.decoding.verify.model_inputs import Layers, Prefix
+from specheads.decoding.verify.masks import Reach
+from specheads.decoding.verify.model_inputs import CACHE_NAMES, Layers, Prefix
 from specheads.decoding.verify.verifier import Verifier
 
 logger = hf_logging.get_logger(__name__)

@@ -25,8 +25,7 @@ from specheads.decoding.generation.many_arguments import (
     with_stop_strings,
 )
 from specheads.decoding.generation.outputs import Statistics
-from specheads.decoding.generation.single_prompt import SinglePrompt, prepare
-from specheads.decoding.generation.slots import Slot, SlotDecoder
+from specheads.decoding.generation.slots import SinglePrompt, Slot, SlotDecoder, prepare
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.processors import adapt, possibly_stateful

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from specheads.decoding.generation.context_limits import base_length
 from specheads.decoding.generation.hf_options import (
     check_lengths,
     effective_config,
     refuse_arguments,
     stop_string_criteria,
 )
-from specheads.decoding.verify.arguments import CACHE_NAMES, embedding_count
+from specheads.decoding.generation.warnings import base_length
+from specheads.decoding.verify.model_inputs import CACHE_NAMES, embedding_count
 from specheads.options import require_count, shown
 
 # Arguments that are themselves prompts, or say how the result of one call of generate() is returned.

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.verify.hf_base import has_state, layer_reach, text_config
-
 logger = hf_logging.get_logger(__name__)
 
 
@@ -56,34 +54,6 @@ def new_tokens(base: PreTrainedModel, batch: dict[str, Any], sequences: Tensor) 
         end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
         rows.append(row[:end])
     return rows
-
-
-def warn_of_right_padding(mask: Tensor | None) -> None:
-    """Warn if a row is padded on the right, which transformers' generate() handles differently."""
-    if mask is not None and not bool(mask[:, -1].all()):
-        row = int((mask[:, -1] == 0).nonzero()[0])
-        logger.warning(
-            "row %d is padded on the right: its text continues after its own last token, as if padded on the left "
-            "(transformers' generate() continues after the padding); set padding_side='left' in the tokenizer", row,
-        )  # fmt: skip
-
-
-def warn_of_holes(base: PreTrainedModel, mask: Tensor | None) -> None:
-    """Warn if a row has masked columns between its tokens and not every layer of the base sees the whole text, so that
-    transformers' generate() gives a different one."""
-    if mask is None or bool(mask.all()):
-        return
-    tokens = mask.bool()
-    begun, to_come = tokens.cumsum(1) > 0, tokens.flip(1).cumsum(1).flip(1) > 0
-    holes = (begun & to_come & ~tokens).any(1)
-    if not bool(holes.any()):
-        return
-    if has_state(base) or any(reach.kind != "full" for reach in layer_reach(text_config(base)).values()):
-        logger.warning(
-            "row %d has masked positions between its tokens: its text continues as if they were not there "
-            "(transformers' generate() counts them in sliding windows and runs recurrent states over them)",
-            int(holes.nonzero()[0]),
-        )  # fmt: skip
 
 
 def pack_left(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,8 @@ from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import text_config
-from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.model_inputs import ModelInputs, input_device
 from specheads.decoding.verify.seq2seq import decoder_start
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 from specheads.files import write_whole

@@ -5,22 +5,77 @@ Shapes: B batch rows, T prompt columns, S source columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.generation.decoding import Decoding
-from specheads.decoding.generation.single_prompt import SinglePrompt
+from specheads.decoding.generation.generate import call_hf_generate
+from specheads.decoding.generation.stopping import Stopping, gives_scores
 from specheads.decoding.loop import Step
-from specheads.decoding.probs.row_sampler import RowSampler
+from specheads.decoding.probs.sampler import RowSampler
 from specheads.decoding.refill import NewRows
-from specheads.decoding.verify.arguments import input_device
-from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.model_inputs import ModelInputs, input_device, model_inputs
 from specheads.decoding.verify.seq2seq import Source
+
+
+@dataclass(frozen=True)
+class SinglePrompt:
+    """ids: the text to continue, which for an encoder-decoder is the decoder's; source: the prompt as given.
+
+    inputs: what the model takes besides ids. hidden (S, H): the encoded source, None without an encoder.
+    """
+
+    index: int
+    source: list[int]
+    ids: list[int]
+    processors: LogitsProcessorList
+    stop: Stopping
+    do_sample: bool
+    inputs: ModelInputs
+    hidden: Tensor | None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that its text may have, prompt included."""
+        return len(self.ids) + self.stop.limit
+
+    @property
+    def is_plain(self) -> bool:
+        """Does the model take nothing besides its ids, or its source's?"""
+        return not self.inputs.prompt and self.inputs.positions is None
+
+
+def prepare(base: PreTrainedModel, index: int, ids: list[int], options: Mapping[str, Any]) -> SinglePrompt:
+    """Prompt number `index`, under generate()'s options. Errors name the index."""
+
+    def capture(
+        base: PreTrainedModel, input_ids: Tensor, *, logits_processor: LogitsProcessorList, stopping_criteria: Any,
+        generation_config: Any, **model_kwargs: Any,
+    ) -> SinglePrompt:  # fmt: skip
+        rows, columns = input_ids.tolist(), input_ids.shape[1]
+        mask = None if base.config.is_encoder_decoder else model_kwargs.get("attention_mask")
+        encoded = model_kwargs["encoder_outputs"][0][0] if base.config.is_encoder_decoder else None
+        return SinglePrompt(
+            index, ids, rows[0], logits_processor,
+            Stopping(
+                stopping_criteria, rows, columns, [columns], 0, input_ids.device, gives_scores(generation_config)
+            ),
+            bool(generation_config.do_sample), model_inputs(base, input_ids, mask, None, model_kwargs), encoded,
+        )  # fmt: skip
+
+    tensor = torch.tensor([ids], device=input_device(base))
+    try:
+        return call_hf_generate(base, capture, tensor, attention_mask=torch.ones_like(tensor), **options)
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"prompt {index}: {error}") from error
 
 
 @dataclass

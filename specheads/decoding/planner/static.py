@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
+from specheads.decoding.tree.topology import cached_property
 from specheads.options import require_whole, shown
 
 # By rank, the assumed acceptance of a head that nobody has measured, at every depth.
@@ -81,14 +81,27 @@ class StaticTree:
     def depth(self) -> int:
         return max(len(choice) for choice in self.choices)
 
-    @property
+    @cached_property
+    def inner_nodes(self) -> tuple[int, ...]:
+        """How many nodes of each level below the root are expanded."""
+        return tuple(len(level.inner) for level in self._levels[:-1])
+
+    @cached_property
     def drafting_slots(self) -> int:
-        return sum(len(level.inner) for level in self._levels[:-1])
+        return sum(self.inner_nodes)
 
     def limited(self, depth: int) -> StaticTree:
         if depth not in self._limited:
-            self._limited[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
+            self._limited[depth] = self._checked(tuple(choice for choice in self.choices if len(choice) <= depth))
         return self._limited[depth]
+
+    @classmethod
+    def _checked(cls, choices: tuple[tuple[int, ...], ...]) -> StaticTree:
+        """A tree of choices that are known to be right and in order."""
+        tree = object.__new__(cls)
+        for name, value in (("choices", choices), ("_limited", {}), ("_known_tables", {})):
+            object.__setattr__(tree, name, value)
+        return tree
 
     @cached_property
     def _levels(self) -> list[_Level]:
@@ -146,16 +159,14 @@ class StaticTree:
                     f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
                     f"{children.logits.shape[-1]}"
                 )
-            candidates.append(children.top_ids(level.width))
-            tokens, parents = select_columns(candidates[-1], inner), above
-        return DraftTree(
-            select_columns(torch.cat(candidates, 1), chosen), topology.parents, self.depth, topology=topology
-        )
-
-
-def select_columns(candidates: Tensor, chosen: Tensor) -> Tensor:
-    """(B, C), (c,) ascending → (B, c) the chosen columns. Choosing all, as in a chain, needs no copy."""
-    return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
+            tokens, parents = children.top_ids(level.width), above
+            candidates.append(tokens)
+            if len(inner) < tokens.shape[1]:  # choosing all, as in a chain, needs no copy
+                tokens = tokens.index_select(1, inner)
+        nodes = torch.cat(candidates, 1)
+        if len(chosen) < nodes.shape[1]:
+            nodes = nodes.index_select(1, chosen)
+        return DraftTree(nodes, topology.parents, self.depth, topology=topology)
 
 
 def chain(depth: int) -> StaticTree:

@@ -181,32 +181,33 @@ class ProcessorWatch:
 
     These keep state from call to call, or mix the rows of a batch, which drafts let run apart.
 
-    waiting: not known yet. Meanwhile nothing is drafted, so that each processor is called once a token, as in Hugging
-    Face's generate().
+    Until that is known nothing is drafted, so that each processor is called once a token, as in Hugging Face's
+    generate().
     """
 
-    def __init__(self, processors: Iterable[Any], may_mix: bool) -> None:
-        """Create it after the processors' first call. may_mix: do they see several rows in one call?"""
+    def __init__(self, suspects: list[Any]) -> None:
+        self.suspects, self.before = suspects, snapshot(suspects)
+
+    @classmethod
+    def start(cls, processors: Iterable[Any], may_mix: bool) -> ProcessorWatch | None:
+        """A watch after the processors' first call; None if all can judge drafts. may_mix: do they see several rows in
+        one call?"""
         processors = list(processors)
-        self.processors = possibly_stateful(processors)
-        self.waiting = bool(self.processors) or (may_mix and any(map(is_foreign, processors)))
-        self.seen = snapshot(self.processors)
+        suspects = possibly_stateful(processors)
+        return cls(suspects) if suspects or (may_mix and any(map(is_foreign, processors))) else None
 
     def may_draft(self, mixing: Callable[[], list[Any]]) -> bool:
         """Call after a step: may tokens be drafted from now on? Logs one warning if not.
 
         mixing() gives the processors that mix rows; it calls them, so only those without state are asked."""
-        if not self.waiting:
-            return True
-        self.waiting = False
-        if self.seen is not None and self.seen == snapshot(self.processors):
-            if found := mixing():
+        if self.before is not None and self.before == snapshot(self.suspects):
+            if mixers := mixing():
                 logger.warning(
                     "%s mixes the rows of the batch, which would accept different numbers of drafts: decoding "
-                    "continues without drafts", ", ".join(sorted({name_of(processor) for processor in found})),
+                    "continues without drafts", ", ".join(sorted({name_of(processor) for processor in mixers})),
                 )  # fmt: skip
-            return not found
-        names = ", ".join(sorted(map(name_of, self.processors)))
+            return not mixers
+        names = ", ".join(sorted(map(name_of, self.suspects)))
         logger.warning(
             "%s keeps state from call to call, or may, and cannot judge drafts: decoding continues without drafts. If "
             "its result depends on the ids and scores of each call alone, give it an attribute %s = True", names,

@@ -10,7 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specheads.decoding.tree.draft_ids import DraftIds
+
+@dataclass(frozen=True, slots=True)
+class DraftIds:
+    """ids (Vd,): the target id of each draft token. index (V,): the reverse, −1 for tokens that cannot be drafted."""
+
+    ids: Tensor
+    index: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, vocab_size: int) -> DraftIds:
+        index = torch.full((vocab_size,), -1, device=ids.device)
+        index[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, index)
 
 
 @dataclass(frozen=True, slots=True)

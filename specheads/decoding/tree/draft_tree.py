@@ -90,7 +90,8 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Is each node the child of the one before it, in every row?"""
-        return self.num_nodes == 1 or (self.num_nodes <= self.max_depth + 1 and self.topology.in_line)
+        num = self.tokens.shape[1]
+        return num == 1 or (num <= self.max_depth + 1 and self.topology.in_line)
 
     @property
     def siblings_drawn(self) -> bool:

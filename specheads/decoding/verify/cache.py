@@ -3,8 +3,13 @@
 Per layer one buffer (B, heads, S + capacity, d): first S scratch slots, of which a verify pass writes the tree into
 the last N, then the committed slots; slot S + t holds position t. A pass attends the slice S − N … S + bucket under
 one additive mask, so there are no ragged writes and no per-row loop. Layers of one shape share one stack: committing
-a path is one gather and one scatter for all of them. Shapes: B batch rows, S scratch slots, N tree nodes, P = depth
-of the tree + 1.
+a path is one gather and one scatter for all of them.
+
+Slots that only the device knows are written by custom operations: torch's compiler keeps one that is declared to mutate
+its argument in place, even if that is a view of a larger tensor. An indexed assignment to such a view becomes two
+copies of the whole buffer, so that a compiled step would take longer the longer the text may become.
+
+Shapes: B batch rows, S scratch slots, N tree nodes, P = depth of the tree + 1, d width of a head.
 """
 
 from __future__ import annotations
@@ -15,12 +20,103 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specheads.decoding.verify.model_inputs import Layers
-from specheads.decoding.verify.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates
-from specheads.decoding.verify.slot_writes import move_rows
-from specheads.decoding.verify.tree_layer import TreeLayer, TreeStateLayer, Window
+from specheads.decoding.verify.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates, StateCell
+
+
+@dataclass
+class Window:
+    """Which slots a pass writes and attends: shared by a cache and its layers, which do not refer to the cache. A
+    reference cycle would keep their buffers alive until the garbage collector runs.
+
+    loaded: does the cache hold a prompt? first, end: a pass attends slots [first, end); scratch slots before `first`
+    hold nothing that it may see. write_slots (B or 1, 1, P, 1): the slots it writes; None: from `first` on.
+    """
+
+    loaded: bool = False
+    first: int = 0
+    end: int = 0
+    write_slots: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many slots a pass attends, those for a tree included."""
+        return self.end - self.first
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer's view of the buffers; it holds the prompt until `TreeCache.load_prompt` has stacked it."""
+
+    is_sliding = False
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        window = self.window
+        if not window.loaded:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            return key_states, value_states
+        seen = slice(window.first, window.end)
+        assert self.keys is not None and self.values is not None
+        if (slots := window.write_slots) is not None:
+            slots = slots.to(key_states.device)
+            torch.ops.specheads.write_slots(self.keys, slots, key_states)
+            torch.ops.specheads.write_slots(self.values, slots, value_states)
+        else:
+            start, stop = window.first, window.first + key_states.shape[2]
+            self.keys[:, :, start:stop] = key_states
+            self.values[:, :, start:stop] = value_states
+        return self.keys[:, :, seen], self.values[:, :, seen]
+
+    # Masks and positions are passed in, so the model must not derive either from the cache.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.size if self.window.loaded else query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeStateLayer(StateCell, TreeLayer):  # type: ignore[override]
+    """A layer with a recurrent state, and in some models keys too."""
+
+    def __init__(self, window: Window, number_of_states: int) -> None:
+        TreeLayer.__init__(self, window)
+        StateCell.__init__(self, number_of_states)
+
+
+_library = torch.library.Library("specheads", "FRAGMENT")
+
+
+def _move_rows(matrix: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy rows source (n,) of matrix (M, d) to rows destination (n,); all are read before any is written."""
+    matrix.index_copy_(0, destination, matrix.index_select(0, source))
+
+
+def _write_slots(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new (B, heads, P, d) to slots (B or 1, 1, P, 1) of buffer (B, heads, all slots, d)."""
+    buffer.scatter_(2, slots.expand_as(new), new)
+
+
+for _name, _arguments, _function in (
+    ("move_rows", "Tensor(a!) matrix, Tensor source, Tensor destination", _move_rows),
+    ("write_slots", "Tensor(a!) buffer, Tensor slots, Tensor new", _write_slots),
+):
+    _library.define(f"{_name}({_arguments}) -> ()")
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specheads::{_name}", lambda *inputs: None)
+
 
 BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
 RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it
@@ -45,12 +141,12 @@ class TreeCache(Cache):
         self.tree_layers = [TreeLayer(self.window) for _ in range(num_layers)]
         self.recurrent: RecurrentStates | None = None
         if recurrent:
-            with recurrent[0].turn:  # else `forward` might be the replacement of another thread's pass
+            with recurrent[0].lock:  # else `forward` might be the replacement of another thread's pass
                 states = []
                 for part in recurrent:
                     cell = self.tree_layers[part.index] = TreeStateLayer(self.window, number_of_states)
                     states.append(RecurrentLayer(part.module, cell, part.module.forward, part.one_by_one))
-            self.recurrent = RecurrentStates(states, recurrent[0].turn, Cache(layers=list(self.tree_layers)))
+            self.recurrent = RecurrentStates(states, recurrent[0].lock, Cache(layers=list(self.tree_layers)))
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
         self._positions: Tensor  # (end,)
@@ -196,7 +292,7 @@ class TreeCache(Cache):
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
             # As rows of one matrix: on a CPU indexing two dimensions of the stack takes more than twice the time.
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
-            move_rows(stack.view(-1, stack.shape[-1]), source, destination)
+            torch.ops.specheads.move_rows(stack.view(-1, stack.shape[-1]), source, destination)
         self.lengths = self.lengths + length
         if self.recurrent is not None:
             self.recurrent.commit(path, length)
@@ -212,100 +308,3 @@ def first_slots(stack: Tensor) -> Tensor:
     """(layers, B, heads, slots, d) → (layers, B, heads, 1): how many slots precede those of each head."""
     *shape, slots, _ = stack.shape
     return (torch.arange(math.prod(shape), device=stack.device) * slots).view(*shape, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How far back a layer looks: `full`, `sliding` (the last `size` positions) or `chunked` (blocks of `size`)."""
-
-    kind: str = "full"
-    size: int = 0
-
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        """Broadcast positions → bool: may the query attend to the key, causality aside?"""
-        if self.kind == "sliding":
-            return query - key < self.size
-        if self.kind == "chunked":
-            return query // self.size == key // self.size
-        return torch.ones((), dtype=torch.bool, device=query.device)
-
-
-def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, attended: int, reach: Reach) -> Tensor:
-    """Which of the attended cache slots each node of a pass sees: (B, N, attended) bool.
-
-    ancestors (B, N, S) covers the first S of these slots, of which this pass writes the last N; depth (B, S): of those
-    slots. Committed slots follow. lengths (B,): committed tokens.
-    """
-    batch, num, seen = ancestors.shape
-    slot = torch.arange(attended - seen, device=lengths.device)
-    committed = (slot < lengths.unsqueeze(1)).unsqueeze(1).expand(batch, num, -1)
-    if reach.kind != "full":
-        position = lengths.unsqueeze(1) + depth  # (B, S)
-        query = position[:, -num:].unsqueeze(2)
-        committed = committed & reach(query, slot)
-        ancestors = ancestors & reach(query, position.unsqueeze(1))
-    return torch.cat([ancestors, committed], dim=2)
-
-
-class Levels:
-    """A tree written into the scratch slots level by level: a node attends what its parent attends, and itself.
-
-    position (B, 1): of the newest level's nodes. written: how many slots hold nodes, in the order they were fed.
-    widths: nodes per level. The text must be committed up to and including the root.
-    """
-
-    def __init__(self, cache: TreeCache, dtype: torch.dtype) -> None:
-        cache.open(cache.scratch)
-        self.cache = cache
-        lengths = cache.lengths.unsqueeze(1)
-        # (B, 1, k, attended) the newest level's additive mask for layers of full attention
-        self.seen = additive((cache.positions < lengths).unsqueeze(1), dtype)
-        # Split once: cheaper than adding 1 at each level.
-        self.levels = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
-        self.columns = self.seen.narrow(-1, 0, cache.scratch).split(1, -1)
-        self.slots = torch.arange(cache.scratch, device=lengths.device).view(1, 1, -1, 1)
-        self.written = 0
-        self.widths: list[int] = []
-
-    @property
-    def position(self) -> Tensor:
-        return self.levels[len(self.widths)]
-
-    def next_level(self, parents: Tensor) -> None:
-        """Open the cache for the children of nodes parents (B, k) of the newest level (of the root, at first)."""
-        start, stop = self.written, self.written + parents.shape[1]
-        if stop > self.cache.scratch:
-            raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
-        self.cache.window.write_slots, self.written = self.slots[:, :, start:stop], stop
-        self.widths.append(stop - start)
-        if stop == len(self.widths):  # in a chain the mask's one row is reused
-            self.columns[start].zero_()
-        else:
-            self.seen = gather_nodes(self.seen.squeeze(1), parents).unsqueeze(1).contiguous()
-            self.seen[..., start:stop].diagonal(dim1=2, dim2=3).zero_()
-
-    def mask(self, reach: Reach) -> Tensor:
-        """(B, 1, k, attended) the newest level's additive mask for layers of this reach."""
-        if reach.kind == "full":
-            return self.seen
-        near = reach(self.position, self._slot_positions()).view(len(self.seen), 1, 1, -1)
-        return self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min)
-
-    def _slot_positions(self) -> Tensor:
-        """(B, attended) the position each slot holds; any number for slots not yet written."""
-        first = self.position - (len(self.widths) - 1)
-        levels = [(first + level).expand(-1, width) for level, width in enumerate(self.widths)]
-        slot = torch.arange(self.cache.attended - self.written, device=first.device)
-        return torch.cat([*levels, (slot - (self.cache.scratch - self.written)).expand(len(first), -1)], 1)
-
-
-def gather_nodes(level: Tensor, index: Tensor) -> Tensor:
-    """level (B, k, n), index (B, j) of its nodes → (B, j, n). A level of one node needs no gather."""
-    if level.shape[1] == 1:
-        return level if index.shape[1] == 1 else level.expand(-1, index.shape[1], -1)
-    return level.gather(1, index.unsqueeze(-1).expand(-1, -1, level.shape[-1]))
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, N, K) bool → additive mask (B, 1, N, K), 0 where True. Eager attention is silently wrong with a bool mask."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)

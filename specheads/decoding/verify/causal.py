@@ -16,10 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.arguments import cache_argument, forward_arguments, input_device
-from specheads.decoding.verify.cache import Levels, Reach, TreeCache, additive, visible
-from specheads.decoding.verify.captures import captures_of
-from specheads.decoding.verify.captures import lock as captures_lock
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.grouped_attention import NAME as GROUPED
 from specheads.decoding.verify.grouped_attention import grouped_heads
 from specheads.decoding.verify.hf_base import (
@@ -35,12 +32,22 @@ from specheads.decoding.verify.hf_base import (
     text_config,
     vocabulary_size,
 )
-from specheads.decoding.verify.model_inputs import PER_TOKEN, ModelInputs, Prefix
-from specheads.decoding.verify.prompt_groups import similar_lengths
+from specheads.decoding.verify.masks import Levels, Reach, additive, visible
+from specheads.decoding.verify.model_inputs import (
+    PER_TOKEN,
+    ModelInputs,
+    Prefix,
+    cache_argument,
+    forward_arguments,
+    generated_types,
+    input_device,
+    similar_lengths,
+)
 from specheads.decoding.verify.recurrent import RecurrentModule
 from specheads.decoding.verify.recurrent_modules import recurrent_modules
 from specheads.decoding.verify.rope_switch import rope_switch
-from specheads.decoding.verify.taps import last_output_kept, run_tapped
+from specheads.decoding.verify.taps import captures_of, last_output, last_output_kept, run_tapped
+from specheads.decoding.verify.taps import lock as captures_lock
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 
 logger = hf_logging.get_logger(__name__)
@@ -79,8 +86,9 @@ class Target(Verifier):
         self.has_state = has_state(base)
         self.recurrent: Sequence[RecurrentModule] = recurrent_modules(base) if self.has_state else ()
         self.captures = captures_of(base) if layers else None
+        self.reads_last_output = last_output(self.config) in layers
         self.offset: Tensor | None = None
-        self._routed = False  # inside `routed`?
+        self._patched = False  # inside `patched_forward`?
         self._last_position: Tensor  # (B, 1), on the device so that a compiled step serves every limit
         self.prompt_lengths: Tensor
         self.inputs: ModelInputs
@@ -281,7 +289,8 @@ class Target(Verifier):
         """One forward over generated ids (B, N); position (B, N): how many tokens precede each in its row."""
         if self.offset is not None:
             position = position + self.offset
-        arguments = self.inputs.generated_arguments(self.prompt_lengths, ids.shape[1])
+        types = self.inputs.token_types
+        arguments = {} if types is None else generated_types(types, self.prompt_lengths, ids.shape[1])
         with grouped_heads(self.base):
             return self._forward(ids, position, mask, **arguments)
 
@@ -319,29 +328,30 @@ class Target(Verifier):
         return masks if self.mask_dict else next(iter(masks.values()))
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """In the block no other thread changes how the base's modules run, or which hooks they have."""
-        recurrent = self.recurrent[0].turn if self.recurrent else nullcontext()
+        recurrent = self.recurrent[0].lock if self.recurrent else nullcontext()
         with recurrent, self._tapped(), captures_lock:
             yield
 
     @contextmanager
-    def routed(self) -> Iterator[None]:
+    def patched_forward(self) -> Iterator[None]:
         """In the block, `RecurrentStates` runs the recurrent layers of passes, and tapped layers are captured. A
         compiled step starts inside it, since torch cannot trace how modules are changed."""
         states = self.cache.recurrent
-        with self._tapped(), nullcontext() if states is None else states.routed():
-            self._routed = True
+        with self._tapped(), nullcontext() if states is None else states.patched_forward():
+            self._patched = True
             try:
                 yield
             finally:
-                self._routed = False
+                self._patched = False
 
     @contextmanager
     def _tapped(self) -> Iterator[None]:
         """In the block, the base has the hooks by which its tapped layers are read."""
         captured = nullcontext() if self.captures is None else self.captures.installed()
-        with captured, last_output_kept(self.base, self.layers):
+        last = last_output_kept(self.base, self.layers) if self.reads_last_output else nullcontext()
+        with captured, last:
             yield
 
     def _forward(
@@ -349,7 +359,7 @@ class Target(Verifier):
     ) -> tuple[Tensor, Tensor]:
         if (states := self.cache.recurrent) is not None:
             states.shape = ids.shape
-        with nullcontext() if self._routed else self.routed():
+        with nullcontext() if self._patched else self.patched_forward():
             out, features = run_tapped(
                 self.base, self.base, self.layers, ids,
                 input_ids=ids, position_ids=position, attention_mask=mask, use_cache=True,

@@ -35,7 +35,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
     Query head h attends with key head h // (heads / key heads). scale: None for d ** -0.5.
     """
-    if can_split(query, key, value, mask):
+    if HAS_TRITON and can_split(query, key, value, mask):
         from specheads.decoding.verify.split_attention import split_attention, split_attention_in_graph
 
         scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -55,7 +55,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Can `split_attention` compute this: on a GPU, with dtypes and sizes that it serves, without gradients?"""
     learns = torch.is_grad_enabled() and query.requires_grad
-    if not HAS_TRITON or not query.is_cuda or learns or not mask.is_floating_point():
+    if not query.is_cuda or learns or not mask.is_floating_point():
         return False
     if key.shape[2] < FEWEST_KEYS[torch.compiler.is_compiling()]:
         return False
@@ -74,7 +74,7 @@ def _attend(
     """transformers' sdpa; under our masks `grouped_attention`, for heads that share keys and for what can be split."""
     special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     mask = None if attention_mask is None or attention_mask.shape[1] > 1 or special else attention_mask
-    if mask is None or (query.shape[1] == key.shape[1] and not can_split(query, key, value, mask)):
+    if mask is None or (query.shape[1] == key.shape[1] and not (HAS_TRITON and can_split(query, key, value, mask))):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

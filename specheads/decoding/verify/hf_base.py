@@ -19,10 +19,9 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     PreTrainedModel,
 )
-from transformers.utils import output_capturing
 
-from specheads.decoding.verify.arguments import CACHE_NAMES, forward_arguments, input_device
-from specheads.decoding.verify.cache import Reach
+from specheads.decoding.verify.masks import Reach
+from specheads.decoding.verify.model_inputs import CACHE_NAMES, forward_arguments, input_device
 from specheads.decoding.verify.recurrent_modules import UnsupportedState, probe_lock, recurrent_modules
 from specheads.options import shown
 
@@ -44,9 +43,18 @@ def text_config(base: PreTrainedModel) -> Any:
 def layer_count(config: Any) -> int:
     """How many hidden_states the decoder returns after the embeddings. LongCat-Flash's num_hidden_layers counts both
     halves of each layer, as its cache does; its num_layers counts the layers."""
-    # A config keeps any key of its file, so only a key that its class declares counts.
-    declared = "num_layers" in inspect.signature(type(config)).parameters
-    return config.num_layers if declared else config.num_hidden_layers
+    return config.num_layers if "num_layers" in declared_keys(config) else config.num_hidden_layers
+
+
+_declared: dict[type, frozenset[str]] = {}
+
+
+def declared_keys(config: Any) -> frozenset[str]:
+    """The keys that a config's class declares. A config keeps any key of its file, so only these count."""
+    kind = type(config)
+    if kind not in _declared:
+        _declared[kind] = frozenset(inspect.signature(kind).parameters)
+    return _declared[kind]
 
 
 def first_layer(config: Any) -> Any:
@@ -115,8 +123,8 @@ def decoder_of(base: Any) -> Any:
 def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, from the config; {'': …} if all layers share one mask."""
     types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
-    # A config keeps any key of its file: a window counts only if its class declares it, or if there are such layers.
-    has_window = "sliding_window" in inspect.signature(type(config)).parameters or "sliding_attention" in types
+    # A window counts only if the config's class declares it, or if there are such layers.
+    has_window = "sliding_window" in declared_keys(config) or "sliding_attention" in types
     window = None
     if has_window and getattr(config, "use_sliding_window", True):
         window = getattr(config, "sliding_window", None)
@@ -242,29 +250,6 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
                 )
             _takes_dict[base] = taken
         return _takes_dict[base]
-
-
-def hidden_state_indices(layers: tuple[int, ...]) -> list[int] | bool:
-    """The output_hidden_states argument with which a base returns hidden_states[k] for every tapped layer k."""
-    if not layers:
-        return False  # with an empty list transformers would install its hooks
-    # Since transformers 5.23 a list names the entries to keep. Before that its indices counted from the first layer's
-    # output, not from the embeddings: the wrong layers, without an error.
-    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else True
-
-
-def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:
-    """The tapped hidden_states concatenated, (B, T, F); F = 0 without layers. like (B, T): the ids."""
-    if not layers:
-        return torch.empty(*like.shape, 0, device=like.device)
-    assert hidden_states is not None
-    if max(layers) >= len(hidden_states):
-        raise UnsupportedModel(
-            f"layer {max(layers)} cannot be tapped: the base gives hidden_states 0 to {len(hidden_states) - 1}"
-        )
-    taps = [hidden_states[k] for k in layers]
-    assert all(tap is not None for tap in taps)
-    return torch.cat([tap.to(like.device) for tap in taps], dim=-1)  # type: ignore[union-attr]
 
 
 def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
-"""What the model takes besides ids: arguments for the prompt's pass, and those for later passes derived from them.
+"""What a model's forward() takes: its arguments by name and the device of its inputs; what a prompt's pass is given
+besides ids, and what later passes derive from that; and which prompts share a pass.
 
 Shapes: B batch rows, T prompt columns, A axes of positions (for instance time, height and width).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +15,50 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import utils as hf_generation
+from transformers.masking_utils import create_causal_mask
 
-from specheads.decoding.verify.arguments import CACHE_NAMES
+# transformers: `cache` since 5.24, `past_key_values` before. Code shipped with a checkpoint may use either.
+CACHE_NAMES = ("past_key_values", "cache")
+if "cache" in inspect.signature(create_causal_mask).parameters:
+    CACHE_NAMES = ("cache", "past_key_values")
+
+
+def forward_arguments(base: PreTrainedModel) -> set[str]:
+    """The argument names of the model's forward(). If that takes **kwargs (a wrapper, a decorator), they are passed on,
+    so the names of its class's forward() count too, and so on up the base classes."""
+    names: set[str] = set()
+    for forward in (base.forward, *(vars(cls)["forward"] for cls in type(base).__mro__ if "forward" in vars(cls))):
+        parameters = inspect.signature(forward).parameters
+        names |= set(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
+
+
+def cache_argument(base: PreTrainedModel) -> str:
+    """The name under which forward() and generate() take the cache."""
+    names = forward_arguments(base)
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
+
+
+def input_device(base: PreTrainedModel) -> torch.device:
+    """The device for a base's ids and of its outputs, which a base spread over several devices sends back there."""
+    embeddings: Any = base.get_input_embeddings()
+    # Between calls an offloaded layer's weight is on meta, and its hook knows where it computes.
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        # Of a quantised module `weight` may be a method, or be missing.
+        weight = embeddings.weight if isinstance(embeddings.weight, torch.Tensor) else next(base.parameters())
+        device = weight.device
+    return torch.device(device)
+
+
+def embedding_count(base: PreTrainedModel) -> int:
+    """How many ids have an input embedding; 0 where a launcher shards the matrix."""
+    embeddings: Any = base.get_input_embeddings()
+    # Of a quantised module `weight` may be a method.
+    return len(embeddings.weight) if isinstance(embeddings.weight, torch.Tensor) else embeddings.num_embeddings
+
 
 # Arguments that generate() or the loop handles, and those that do not affect the text.
 _HANDLED = {
@@ -75,12 +119,10 @@ class ModelInputs:
         last = (lengths - 1).view(-1, 1)
         return self.positions.gather(-1, last.expand(*self.positions.shape[:-1], 1)) - last
 
-    def generated_arguments(self, lengths: Tensor, columns: int) -> dict[str, Tensor]:
-        """Arguments of forward() for a pass over (B, columns) generated tokens."""
-        if self.token_types is None:
-            return {}
-        last = self.token_types.gather(1, (lengths - 1).unsqueeze(1))
-        return {"token_type_ids": last.expand(-1, columns)}
+
+def generated_types(types: Tensor, lengths: Tensor, columns: int) -> dict[str, Tensor]:
+    """Arguments of forward() for a pass over (B, columns) generated tokens: they have the type of the prompt's last."""
+    return {"token_type_ids": types.gather(1, (lengths - 1).unsqueeze(1)).expand(-1, columns)}
 
 
 def model_inputs(
@@ -126,3 +168,21 @@ def _pack(value: Tensor, ids: Tensor, order: Tensor | None, name: str) -> Tensor
         )
     value = value.to(ids.device).expand(*value.shape[:-2], *ids.shape)
     return value if order is None else value.gather(-1, order.expand(*value.shape[:-2], *order.shape))
+
+
+SHORT_PROMPT = 64  # tokens: a pass over fewer takes about as long as one over so many
+LEAST_FULL = 0.75  # of a group's longest prompt: the length of its shortest
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """The rows of a batch by the lengths of their prompts: in a group the shortest has at least LEAST_FULL of the
+    longest's. One group if several would save less than a fifth of the positions."""
+    padded = [max(length, SHORT_PROMPT) for length in lengths]
+    groups: list[list[int]] = []
+    for row in sorted(range(len(padded)), key=lambda row: -padded[row]):
+        if groups and padded[row] >= LEAST_FULL * padded[groups[-1][0]]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    read = sum(len(group) * padded[group[0]] for group in groups)
+    return groups if read < 0.8 * len(padded) * max(padded) else [list(range(len(padded)))]

@@ -97,14 +97,14 @@ class RecurrentModule:
     """The module that carries the state of layer `index`.
 
     one_by_one: given several tokens after a state, its code computes something else than one at a time (it drops the
-    state, say), so it gets them one at a time. turn: a lock; a thread holds that of the base's first module while its
+    state, say), so it gets them one at a time. lock: a thread holds that of the base's first module while its
     pass replaces forward() of the base's modules.
     """
 
     index: int
     module: nn.Module
     one_by_one: bool = False
-    turn: AbstractContextManager[Any] = field(default_factory=RLock, compare=False)
+    lock: AbstractContextManager[Any] = field(default_factory=RLock, compare=False)
 
 
 @dataclass
@@ -168,9 +168,9 @@ class RecurrentLayer:
 class RecurrentStates:
     """The recurrent layers of a base for one batch, and how the next pass runs them."""
 
-    def __init__(self, layers: Sequence[RecurrentLayer], turn: AbstractContextManager[Any], cells: Cache) -> None:
-        """turn: as in `RecurrentModule`. cells: a cache of all layers' entries, passed to the layers' code."""
-        self.layers, self.turn, self.cells = layers, turn, cells
+    def __init__(self, layers: Sequence[RecurrentLayer], lock: AbstractContextManager[Any], cells: Cache) -> None:
+        """lock: as in `RecurrentModule`. cells: a cache of all layers' entries, passed to the layers' code."""
+        self.layers, self.lock, self.cells = layers, lock, cells
         self.shape: Sequence[int] = (0, 0)  # (B, T) of the pass's tokens
         self.lengths: list[int] | None = None  # how many tokens of each row the pass commits; None if it commits none
         self.paths: tuple[Tensor, Tensor, Tensor] | None = None  # `TreeTopology.paths`, if the pass's tree branches
@@ -178,10 +178,10 @@ class RecurrentStates:
         self.path: tuple[Tensor, Tensor] | None = None  # accepted nodes of the last pass that are not yet in the states
 
     @contextmanager
-    def routed(self) -> Iterator[None]:
+    def patched_forward(self) -> Iterator[None]:
         """In the block, a forward over (B, T) = `shape` tokens runs these layers as the current pass needs. Threads
         that share a base take turns."""
-        with self.turn:
+        with self.lock:
             replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
             for layer in self.layers:
                 layer.states, layer.module.forward = self, layer.route
@@ -229,7 +229,7 @@ class RecurrentStates:
         if self.path is None:
             return
         (path, length), self.path = self.path, None
-        with self.turn:
+        with self.lock:
             self._feed_again(path, length.tolist())
 
     def _feed_again(self, path: Tensor, lengths: list[int]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from specheads.decoding.verify.arguments import cache_argument, embedding_count, input_device
+from specheads.decoding.verify.model_inputs import cache_argument, embedding_count, input_device
 from specheads.decoding.verify.recurrent import Inputs, RecurrentLayer, RecurrentModule, StateCell
 
 TOKENS, FIRST = 6, 3  # of the trial pass, and how many of them come before a state is continued

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.verify.arguments import cache_argument, input_device
+from specheads.decoding.verify.model_inputs import cache_argument, input_device
 
 logger = hf_logging.get_logger(__name__)
 

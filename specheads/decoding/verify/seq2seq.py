@@ -17,16 +17,16 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.arguments import (
+from specheads.decoding.verify.causal import Target
+from specheads.decoding.verify.hf_base import UnsupportedModel, text_config, vocabulary_size
+from specheads.decoding.verify.model_inputs import (
     CACHE_NAMES,
+    ModelInputs,
     cache_argument,
     embedding_count,
     forward_arguments,
     input_device,
 )
-from specheads.decoding.verify.causal import Target
-from specheads.decoding.verify.hf_base import UnsupportedModel, text_config, vocabulary_size
-from specheads.decoding.verify.model_inputs import ModelInputs
 from specheads.decoding.verify.slot_cache import SlotCache
 from specheads.decoding.verify.verifier import TargetOutput, Verifier
 

@@ -20,10 +20,10 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 BLOCK = 64  # keys that a program reads together
-MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # per program
+MAX_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # per program
 PROGRAMS = 256  # in all, if there are enough keys: about two for each multiprocessor of a large GPU
-MOST_PARTS = 64  # into which the keys of one head are split
-MOST_WIDTH = 256  # of a head
+MAX_PARTS = 64  # into which the keys of one head are split
+MAX_WIDTH = 256  # of a head
 WARPS, STAGES = 4, 2
 TOLERANCE = 0.02  # relative error in norm; half-precision products reach 0.003
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -35,7 +35,7 @@ def is_served(device: torch.device, dtype: torch.dtype, rows: int, width: int, v
 
     If not, one line in the log says why: Triton needs a C compiler, and a GPU with enough shared memory.
     """
-    if dtype not in MOST_ROWS or max(width, value_width) > MOST_WIDTH:
+    if dtype not in MAX_ROWS or max(width, value_width) > MAX_WIDTH:
         return False
     return _is_right(device, dtype, rows_at_once(dtype, rows), width, value_width)
 
@@ -66,7 +66,7 @@ def _is_right(device: torch.device, dtype: torch.dtype, rows: int, width: int, v
 
 def rows_at_once(dtype: torch.dtype, rows: int) -> int:
     """How many rows one program serves, if `rows` share a key head."""
-    return max(16, min(MOST_ROWS[dtype], triton.next_power_of_2(rows)))
+    return max(16, min(MAX_ROWS[dtype], triton.next_power_of_2(rows)))
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -83,7 +83,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     rows = shared * nodes
     block_rows = rows_at_once(query.dtype, rows)
     row_blocks = triton.cdiv(rows, block_rows)
-    parts = min(MOST_PARTS, max(1, PROGRAMS // (batch * key_heads * row_blocks)), triton.cdiv(keys, BLOCK))
+    parts = min(MAX_PARTS, max(1, PROGRAMS // (batch * key_heads * row_blocks)), triton.cdiv(keys, BLOCK))
     part = triton.cdiv(triton.cdiv(keys, parts), BLOCK) * BLOCK
     parts = triton.cdiv(keys, part)
     found = query.new_empty((batch * key_heads, parts, rows, value.shape[3]), dtype=torch.float32)
@@ -97,7 +97,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
         block_rows, BLOCK, "ieee" if query.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _merge_parts[(rows, batch * key_heads)](
-        found, weight, out, key_heads, shared, nodes, parts, value.shape[3], widths[3], MOST_PARTS
+        found, weight, out, key_heads, shared, nodes, parts, value.shape[3], widths[3], MAX_PARTS
     )
     return out.transpose(1, 2)
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan
-from specheads.decoding.verify.cache import TreeCache, additive, gather_nodes
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import decoder_of
+from specheads.decoding.verify.masks import additive, gather_nodes
 from specheads.heads.layers.rope import RotaryTable, rotate
 
 T = TypeVar("T")

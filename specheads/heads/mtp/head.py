@@ -24,8 +24,9 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.verify.cache import Levels, TreeCache, additive, gather_nodes
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
+from specheads.decoding.verify.masks import Levels, additive, gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import final_norm, keep_committed
 from specheads.heads.mtp.config import MtpConfig
@@ -231,7 +232,7 @@ class MtpHead(UnrolledHead):
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         target, n, depths = context.target, len(self.mtp), plan.depth
-        dtype = context.once("head", lambda: self.dtype)
+        dtype = context.memoize("head", lambda: self.dtype)
         features = context.features.to(dtype)
         # First the positions committed since the last proposal, with the target's features.
         (fed, drafted), cache = keep_committed(

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from specheads.decoding.verify.arguments import CACHE_NAMES
-from specheads.decoding.verify.cache import Reach
 from specheads.decoding.verify.grouped_attention import NAME as GROUPED
 from specheads.decoding.verify.hf_base import UnsupportedModel, layer_reach
+from specheads.decoding.verify.masks import Reach
+from specheads.decoding.verify.model_inputs import CACHE_NAMES
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from specheads.heads.layers.rope import LENGTH_DEPENDENT, RotaryTable, rope_type

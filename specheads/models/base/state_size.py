@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from specheads.decoding.verify.arguments import cache_argument
 from specheads.decoding.verify.hf_base import has_state
+from specheads.decoding.verify.model_inputs import cache_argument
 from specheads.models.base.loading import auto_class
 
 TOKENS = 6  # length of the pass that writes the states; their size does not depend on it

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
 from specheads.data.rows import IGNORED
-from specheads.decoding.verify.arguments import input_device
-from specheads.decoding.verify.captures import captures_of
 from specheads.decoding.verify.hf_base import decoder_of, layer_count, text_config
+from specheads.decoding.verify.model_inputs import input_device
+from specheads.decoding.verify.taps import captures_of
 from specheads.files import remove_unfinished
 from specheads.heads import HEADS
 from specheads.hub import commit_of, hub_options

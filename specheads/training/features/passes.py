@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
-from specheads.decoding.verify.arguments import input_device
 from specheads.decoding.verify.hf_base import text_config
+from specheads.decoding.verify.model_inputs import input_device
 from specheads.losses.chunked import rows_of_chunk
 from specheads.losses.teacher import LiveTeacher, TopKTail, gives_logits, packed_mask, tap_base
 from specheads.training.features.index import Index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -138,3 +139,24 @@ def shipped_costs(device_type: str, *, compiled: bool = False) -> CostTable:
     """The curves shipped for this device type; everything but a CPU gets those of a GPU."""
     name = ("cpu" if device_type == "cpu" else "gpu") + ("_compiled" if compiled else "")
     return CostTable.load(Path(__file__).with_name("shipped") / f"{name}.json")
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H100 80GB HBM3`, or `AMD EPYC 9V74, 2 threads`: threads change what a step costs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+@cache
+def cpu_name() -> str:
+    try:
+        for entry in Path("/proc/cpuinfo").read_text("utf8").splitlines():
+            if entry.startswith("model name"):
+                return entry.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

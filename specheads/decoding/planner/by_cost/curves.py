@@ -10,7 +10,7 @@ from typing import Any
 from specheads.options import shown
 
 BLOCK = 64  # tokens of context that share one cost
-MOST_MS = 10**9
+MAX_MS = 10**9
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Curve:
         for (x, y), (next_x, next_y) in zip(self.points, self.points[1:], strict=False):
             if not (x < next_x and y <= next_y):
                 raise ValueError(f"a cost curve decreases from {[x, y]} to {[next_x, next_y]}; measure it again")
-        if not (self.points[0][0] >= 0 and self.points[0][1] >= 0 and self.points[-1][1] <= MOST_MS):
+        if not (self.points[0][0] >= 0 and self.points[0][1] >= 0 and self.points[-1][1] <= MAX_MS):
             points = shown(list(map(list, self.points)))
-            raise ValueError(f"a cost curve holds a number below 0 or above {MOST_MS:,} ms: {points}")
+            raise ValueError(f"a cost curve holds a number below 0 or above {MAX_MS:,} ms: {points}")
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[float, float]]) -> Curve:
@@ -83,8 +83,8 @@ class StepCosts:
             if not curve.points[0][1] + self.loop.points[0][1] > 0:
                 raise ValueError(f"a step after {length} tokens costs 0 ms, by 'verify' and 'loop'; need more than 0")
         for levels, ms in self.shapes.items():
-            if not 0 <= ms <= MOST_MS:
-                raise ValueError(f"shape {list(levels)} costs {ms} ms; need 0 to {MOST_MS:,}")
+            if not 0 <= ms <= MAX_MS:
+                raise ValueError(f"shape {list(levels)} costs {ms} ms; need 0 to {MAX_MS:,}")
 
     def step(self, rows: int, nodes: int, length: int) -> float:
         """Cost of verifying and committing `nodes` a row after `length` tokens of context. A batch of another size
@@ -106,6 +106,10 @@ class StepCosts:
             sums = sum(self.level(nodes * share) for nodes in levels)
             self._levels[key] = sums if known is None else known - self.read.points[0][1]
         return self.read(positions * share) + self._levels[key]
+
+    def draft_chain(self, rows: int, depth: int, positions: int) -> float:
+        """Cost of drafting a chain of `depth` tokens after `positions` unread ones."""
+        return self.draft(rows, (1,) * (depth - 1), positions)
 
     def to_dict(self) -> dict[str, Any]:
         curves = {"loop": self.loop, "lookup": self.lookup, "read": self.read, "level": self.level}

@@ -27,9 +27,9 @@ class Share:
     def __init__(self) -> None:
         self.hits = self.trials = 0.0
 
-    def add(self, hit: float, weight: float = 1.0) -> None:
+    def add(self, hit: bool) -> None:
         self.hits = self.hits * _DECAY + hit
-        self.trials = self.trials * _DECAY + weight
+        self.trials = self.trials * _DECAY + 1
 
     def fade(self, steps: int) -> None:
         """Decay as if so many trials had passed."""
@@ -39,88 +39,45 @@ class Share:
         return (self.hits + PRIOR_WEIGHT * assumed) / (self.trials + PRIOR_WEIGHT)
 
 
-def if_sampled(assumed: Sequence[Sequence[float]]) -> list[list[float]]:
-    """What a head is expected to get right, by depth and rank, of sampled tokens, given the same of greedy ones."""
-    return [[SAMPLED_SHARE * share for share in ranks] for ranks in assumed]
-
-
 class HeadEstimate:
-    """One row's acceptance of a head's drafts, by depth (0 is the first) and rank, each given that its parent was
-    accepted.
+    """One row's acceptance of a head's drafts by depth (0 is the first), each given that those before were accepted.
 
-    assumed: by depth and rank; the last depth stands for all deeper ones. A deviation seen at one depth is assumed at
-    the next too, until that has trials of its own.
+    assumed: by depth; the last stands for all deeper ones. A deviation seen at one depth is assumed at the next too,
+    until that has trials of its own.
     """
 
-    def __init__(self, assumed: Sequence[Sequence[float]], depths: int) -> None:
+    def __init__(self, assumed: Sequence[float], depths: int) -> None:
         self.assumed = [assumed[min(depth, len(assumed) - 1)] for depth in range(depths)]
         self.shares = [Share() for _ in range(depths)]
-        self.others = Share()  # of the other ranks: what was accepted, against what was expected
-        self._means: list[float] | None = None
-        self._chain_gains: list[float] | None = None
-        self._gains: dict[tuple[tuple[int, ...], ...], float] = {}
+        self._gains: list[float] | None = None
 
-    def add(self, depth: int, rank: int | None, width: int = 1) -> None:
-        """Count a trial: of `width` drafts at this depth, after accepted ones, that of `rank` was accepted, or none."""
-        if width > 1:
-            expected = sum(self._scaled(depth)[1:width])
-            self.others.add((rank or 0) > 0, expected)
-        self.shares[depth].add(rank == 0)
-        self._forget()
+    def add(self, accepted: int, drafted: int) -> None:
+        """Count the trials of a chain of `drafted` tokens, of which the first `accepted` were."""
+        for depth, share in enumerate(self.shares[: min(accepted + 1, drafted)]):
+            share.add(depth < accepted)
+        self._gains = None
 
     def fade(self, steps: int) -> None:
         """Decay for `steps` steps without a draft."""
-        for share in (*self.shares, self.others):
+        for share in self.shares:
             share.fade(steps)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._means = self._chain_gains = None
-        self._gains.clear()
+        self._gains = None
 
     @property
     def means(self) -> list[float]:
-        """By depth, the acceptance of the likeliest draft."""
-        if self._means is None:
-            means, scale = [], 1.0
-            for share, ranks in zip(self.shares, self.assumed, strict=True):
-                means.append(min(1.0, share.mean(min(1.0, ranks[0] * scale))))
-                scale = means[-1] / ranks[0] if ranks[0] else 1.0
-            self._means = means
-        return self._means
+        """By depth, the expected acceptance."""
+        means, scale = [], 1.0
+        for share, assumed in zip(self.shares, self.assumed, strict=True):
+            means.append(min(1.0, share.mean(min(1.0, assumed * scale))))
+            scale = means[-1] / assumed if assumed else 1.0
+        return means
 
     @property
-    def chain_gains(self) -> list[float]:
+    def gains(self) -> list[float]:
         """Entry d: the expected accepted tokens of a chain of d drafts."""
-        if self._chain_gains is None:
-            self._chain_gains = [0.0, *accumulate(accumulate(self.means, mul))]
-        return self._chain_gains
-
-    def rank_shares(self, depth: int) -> list[float]:
-        """By rank, the acceptance at this depth."""
-        first, *others = self._scaled(depth)
-        scale = (self.others.hits + 1) / (self.others.trials + 1)
-        scale = min(scale, (1 - first) / (sum(others) or 1))
-        return [first, *(share * scale for share in others)]
-
-    def _scaled(self, depth: int) -> list[float]:
-        """The assumed acceptance by rank, rescaled to the observed one of the likeliest draft. The other ranks get less
-        if that is better than assumed, since less probability is left, and if it is worse, since then the head is."""
-        first, *others = self.assumed[depth]
-        mean = self.means[depth]
-        rest = min((1 - mean) / (1 - first) if first < 1 else 0.0, mean / first if first else 0.0)
-        return [mean, *(share * rest for share in others)]
-
-    def tree_gain(self, choices: tuple[tuple[int, ...], ...]) -> float:
-        """The expected accepted tokens of a static tree, whose choices come parents first."""
-        if choices not in self._gains:
-            shares = [self.rank_shares(depth) for depth in range(max(map(len, choices)))]
-            chances: dict[tuple[int, ...], float] = {(): 1.0}
-            for choice in choices:
-                ranks = shares[len(choice) - 1]
-                chances[choice] = chances[choice[:-1]] * (ranks[choice[-1]] if choice[-1] < len(ranks) else 0.0)
-            self._gains[choices] = sum(chances.values()) - 1
-        return self._gains[choices]
+        if self._gains is None:
+            self._gains = [0.0, *accumulate(accumulate(self.means, mul))]
+        return self._gains
 
 
 class CopyEstimate:

@@ -1,38 +1,144 @@
-"""StepPlanner: chooses the draft of each step of a batch, by what steps cost and what was accepted so far.
+"""StepPlanner: chooses the draft of each step of a batch, the one with the most expected tokens per millisecond by what
+steps cost and what was accepted so far. It sees numbers and tokens, no model and no tensors.
 
-It sees numbers and tokens, no model and no tensors.
+All rows of a batch verify trees of one size. Within it each row takes what it gains more from, the head's chain or a
+copy, or nothing. A row's gain counts less if other rows are behind it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
-from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due, reading_pays
+from specheads.decoding.planner.by_cost.candidates import CHAINS, MIN_GAIN, Candidates
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import CopyEstimate, HeadEstimate
-from specheads.decoding.planner.by_cost.shapes import CHAINS, Menu, Shape
 
-REST_AFTER, MOST_REST = 4, 7  # after 4 plans in a row without a draft, 1 step goes unplanned, then 2, … up to 7
-PACE = 1 / 16  # the newest step's weight in the moving average of a row's tokens per step
+ROW_DRIFT = 0.5  # how far rows drift apart: this many steps times the square root of the steps they need
+PACE_WEIGHT = 1 / 16  # the newest step's weight in the moving average of a row's tokens per step
+PROBE_SHARE = 0.02  # share of the time that may be spent on trying a head that does not seem to pay
 NO_COPY: tuple[int, list[int]] = (0, [])
+
+
+class BatchValue:
+    """What accepted drafts are worth to a batch, in tokens.
+
+    A batch is done when its last row is, so a token of a row that is ahead of the others saves no time. With R the
+    steps that each row still needs, the batch takes about F(R) = s log Σ exp(R / s): the largest of R, and more if
+    others are near it, as each may turn out to be the last. `value(gains)` is the number of rows times the drop in F
+    from these gains, relative to that from a step without drafts. For one row that is 1 + its gain.
+
+    remaining: tokens that each row may gain; pace: tokens a step that it has gained lately. Both are empty if new
+    prompts replace finished rows: then it is rows + Σ gains.
+    """
+
+    def __init__(self, rows: int, remaining: Sequence[int] = (), pace: Sequence[float] = ()) -> None:
+        self.rows, self.slopes = rows, [1.0] * rows
+        self.exponents: list[float] = []
+        if rows == 1 or not remaining:
+            return
+        steps = [left / gained for left, gained in zip(remaining, pace, strict=True)]
+        most = max(steps)
+        scale = ROW_DRIFT * math.sqrt(most)
+        self.exponents = [-1 / (gained * scale) for gained in pace]  # of each further token of a row
+        sizes = [math.exp((n - most) / scale) for n in steps]
+        after = [size * math.exp(x) for size, x in zip(sizes, self.exponents, strict=True)]
+        total, left = sum(sizes), sum(after)
+        self.shares, self.factor = [size / total for size in sizes], rows / math.log(left / total)
+        self.slopes = [self.factor * x * size / left for x, size in zip(self.exponents, after, strict=True)]
+
+    def __call__(self, gains: Sequence[float]) -> float:
+        """gains: the accepted tokens of each row."""
+        if not self.exponents:
+            return self.rows + sum(gains)
+        left = [share * math.exp((1 + g) * x) for share, g, x in zip(self.shares, gains, self.exponents, strict=True)]
+        return self.factor * math.log(sum(left))
+
+    def at_most(self, gains: Sequence[float]) -> float:
+        """An upper bound that is cheaper: further tokens are never worth more than the first, since F is convex."""
+        return self.rows + sum(map(mul, self.slopes, gains))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """depth: of the head's chain, 0 if it does not draft. nodes: of the tree, root included; 1 drafts nothing. copies:
+    which rows take the copy. tokens: expected from the step, as `BatchValue` counts them; ms: its expected time."""
+
+    depth: int
+    nodes: int
+    copies: tuple[bool, ...]
+    tokens: float
+    ms: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ms
+
+
+def choose(
+    candidates: Candidates,
+    head_gains: Sequence[Sequence[float]],
+    copy_gains: Sequence[Sequence[float]],
+    step_ms: Sequence[float],
+    draft_ms: Sequence[float],
+    value: BatchValue,
+) -> Choice:
+    """The choice with the most expected tokens per millisecond; a draft only if it beats no draft by MIN_GAIN.
+
+    head_gains: by chain and row, or empty for a choice without the head; copy_gains: by row and number of copied ids.
+    Rows that have ended have no entry. step_ms: by the candidates' sizes; draft_ms: by their chains. Ties go to the
+    choice without the head, and to the smaller step.
+    """
+    none = [0.0] * value.rows
+    by_size = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in candidates.sizes]
+    best = Choice(0, 1, (False,) * value.rows, value(none), step_ms[0])
+    rate = (1 + MIN_GAIN) * best.rate
+    chains = candidates.chains if head_gains else ()
+    for depth, drafted, own_ms in ((0, none, 0.0), *zip(chains, head_gains, draft_ms, strict=True)):
+        for size, copied, verify_ms in zip(candidates.sizes, by_size, step_ms, strict=True):
+            if size <= depth or (depth and candidates.own_size and size > 1 + depth):
+                continue
+            gains, ms = [*map(max, drafted, copied)], own_ms + verify_ms
+            if value.at_most(gains) > rate * ms and (tokens := value(gains)) > rate * ms:
+                copies = tuple(copy > own for copy, own in zip(copied, drafted, strict=True))
+                best, rate = Choice(depth, size, copies, tokens, ms), tokens / ms
+    return best
+
+
+def reading_pays(best: Choice, without: Choice, share: float, tokens: float, read_ms: float) -> bool:
+    """Does the head of `best` save more time over `without` made faster by MIN_GAIN than it takes to read the prompt?
+
+    share: the share of steps so far, this one included, that would have used the head, taken to stay the same. tokens:
+    how many the batch still gains; read_ms: to read the prompt.
+    """
+    saved = best.tokens / ((1 + MIN_GAIN) * without.rate) - best.ms
+    steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
+    return share * steps * saved >= read_ms
+
+
+def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:
+    """May a head be tried that has been idle for so many steps? Yes, once the time lost if nothing is accepted is at
+    most PROBE_SHARE of what those steps took. probe_ms: of a step that tries it. rows: how many are running."""
+    return probe_ms - rows / best.rate <= PROBE_SHARE * idle * best.ms
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
     """What a choice depends on, besides what was learnt.
 
-    menu: what may be chosen. copies: by row, the length of the longest match and the ids that followed it before.
-    remaining: by row, the tokens that it may still gain, 0 once it has finished. others_wait: may a new prompt replace
-    the next row that finishes? bound: no row has more committed tokens.
+    candidates: what may be chosen. copies: by row, the length of the longest match and the ids that followed it before.
+    remaining: by row, the tokens that it may still gain, 0 once it has finished. queue_pending: may a new prompt
+    replace the next row that finishes? bound: no row has more committed tokens.
     has_read: has the head read the prompts? unread: the most positions of a row that it has not read. read: the number
     of positions to charge for reading; it leaves out the prompt, which is read once, when the head first drafts.
     """
 
-    menu: Menu
+    candidates: Candidates
     copies: list[tuple[int, list[int]]]
     remaining: Sequence[int]
-    others_wait: bool
+    queue_pending: bool
     bound: int
     has_read: bool = False
     unread: int = 0
@@ -43,41 +149,26 @@ class StepPlanner:
     """Plans the steps of one batch.
 
     heads, copied, pace: by row, how the head's drafts and copies were accepted, and the tokens per step gained lately.
-    choice: the last, made for `state`; worth: values that step's tokens. idle: steps since the head drafted. wanted:
-    steps, before the head has read the prompt, in which it would have been best but for reading. fruitless: consecutive
-    plans that drafted nothing. rest: steps still to leave unplanned; rested: steps left unplanned since the last plan.
+    choice: the last, made for `state`; value: of that step's tokens. idle: steps since the head drafted.
+    head_would_win: steps, before the head has read the prompt, in which it would have been best but for reading.
     """
 
-    def __init__(self, costs: StepCosts, menu: Menu, assumed: Sequence[Sequence[float]], rows: int) -> None:
-        """assumed: by depth and rank, what a head is expected to get right before any text says so."""
-        self.costs, self.menu, self.assumed, self.rows = costs, menu, assumed, rows
-        self.heads = [self._head_estimate() for _ in range(rows)]
+    def __init__(self, costs: StepCosts, candidates: Candidates, assumed: Sequence[float], rows: int) -> None:
+        """assumed: by depth, the share of a head's drafts that is expected to be right before any text says so."""
+        self.costs, self.candidates, self.assumed, self.rows = costs, candidates, assumed, rows
+        self.heads = [HeadEstimate(assumed, CHAINS[-1]) for _ in range(rows)]
         self.copied = [CopyEstimate() for _ in range(rows)]
         self.pace = [1.0] * rows
-        self.idle = self.wanted = self.fruitless = self.rest = self.rested = 0
+        self.idle = self.head_would_win = 0
         self.state: StepState | None = None
         self.choice: Choice | None = None
-        self.worth = Worth(rows)
-
-    def _head_estimate(self) -> HeadEstimate:
-        return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
-
-    def rests(self) -> bool:
-        """Is the next step left unplanned? It then drafts nothing, like the one before. Call once a step."""
-        if not self.rest:
-            return False
-        self.rest -= 1
-        self.rested += 1
-        self.idle += 1
-        return True
+        self.value = BatchValue(rows)
 
     def choose(self, state: StepState) -> Choice:
-        """The draft of the next step, unless it `rests`."""
+        """The draft of the next step."""
         self.state = state
         self.choice = self._best(state)
-        self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
-        self.rest = min(max(0, self.fruitless - REST_AFTER + 1), MOST_REST)
-        if self.choice.shape is None:
+        if not self.choice.depth:
             self.idle += 1
         else:
             for row in self.heads:
@@ -86,73 +177,58 @@ class StepPlanner:
         return self.choice
 
     def _best(self, state: StepState) -> Choice:
-        menu, rows = state.menu, [b for b, left in enumerate(state.remaining) if left > 0]
+        candidates, rows = state.candidates, [b for b, left in enumerate(state.remaining) if left > 0]
         copy_gains = [self.copied[b].gains(state.copies[b][0], len(state.copies[b][1])) for b in rows]
-        gains = [[shape.gain(self.heads[b]) for b in rows] for shape in menu.shapes]
-        step_ms = [self.costs.step(self.rows, nodes, state.bound) for nodes in menu.sizes]
-        draft_ms = [self.costs.draft(self.rows, shape.levels, state.read) for shape in menu.shapes]
-        if state.others_wait:
-            self.worth = Worth(len(rows))
+        head_gains = [self.heads[b].gains for b in rows] if candidates.chains else []
+        gains = [[row[depth] for row in head_gains] for depth in candidates.chains]
+        step_ms = [self.costs.step(self.rows, nodes, state.bound) for nodes in candidates.sizes]
+        draft_ms = [self.costs.draft_chain(self.rows, depth, state.read) for depth in candidates.chains]
+        if state.queue_pending:
+            self.value = BatchValue(len(rows))
         else:
-            self.worth = Worth(len(rows), [state.remaining[b] for b in rows], [self.pace[b] for b in rows])
-        best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
-        if best.shape is not None and not state.has_read:
-            without = choose(menu, [], copy_gains, step_ms, [], self.worth)
-            self.wanted += 1
+            self.value = BatchValue(len(rows), [state.remaining[b] for b in rows], [self.pace[b] for b in rows])
+        best = choose(candidates, gains, copy_gains, step_ms, draft_ms, self.value)
+        if best.depth and not state.has_read:
+            without = choose(candidates, [], copy_gains, step_ms, [], self.value)
+            self.head_would_win += 1
             left = sum(state.remaining[b] for b in rows)
-            read_ms = self.costs.draft(self.rows, best.shape.levels, state.unread)
-            read_ms -= self.costs.draft(self.rows, best.shape.levels, state.read)
-            if not reading_pays(best, without, self.wanted / (self.idle + 1), left, read_ms):
+            read_ms = self.costs.draft_chain(self.rows, best.depth, state.unread)
+            read_ms -= self.costs.draft_chain(self.rows, best.depth, state.read)
+            if not reading_pays(best, without, self.head_would_win / (self.idle + 1), left, read_ms):
                 best = without
-        if best.shape is None and menu.shapes:
-            probe, read = menu.shapes[0], max(state.read, state.unread)  # a probe pays for reading the prompt, too
-            ms = self.costs.step(self.rows, probe.nodes, state.bound)
-            ms += self.costs.draft(self.rows, probe.levels, read)
+        if not best.depth and candidates.chains:
+            probe, read = candidates.chains[0], max(state.read, state.unread)  # it pays for reading the prompt, too
+            ms = self.costs.step(self.rows, 1 + probe, state.bound) + self.costs.draft_chain(self.rows, probe, read)
             if probe_is_due(best, ms, len(rows), self.idle):
-                best = Choice(probe, probe.nodes, (False,) * len(rows), self.worth(gains[0]), ms)
+                best = Choice(probe, 1 + probe, (False,) * len(rows), self.value(gains[0]), ms)
         taken = iter(best.copies)
         copies = tuple(left > 0 and next(taken) for left in state.remaining)
-        return Choice(best.shape, best.nodes, copies, best.tokens, best.ms)
+        return Choice(best.depth, best.nodes, copies, best.tokens, best.ms)
 
     def learn(self, gained: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> None:
-        """Compare the last planned drafts with the text that followed. gained: by row, its tokens since then; ranks: by
-        row, the sibling ranks of the accepted drafts."""
+        """Compare the last drafts with the text that followed. gained: by row, its tokens since then; ranks: by row, an
+        entry for each draft accepted."""
         if self.state is None:
             return
-        steps, self.rested = self.rested + 1, 0
         for b, tokens in enumerate(gained):
             match, copy = self.state.copies[b]
             for i, (copied, token) in enumerate(zip(copy, tokens, strict=False)):
                 self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
-            if tokens:  # in unplanned steps each running row gained one
-                self.pace[b] += (1 - (1 - PACE) ** steps) * (max(1.0, len(tokens) / steps) - self.pace[b])
-        if self.choice is not None and self.choice.shape is not None:
-            own = [bool(tokens) and not taken for tokens, taken in zip(gained, self.choice.copies, strict=True)]
-            learn_static(self.heads, self.choice.shape, ranks, own)
+            if tokens:
+                self.pace[b] += PACE_WEIGHT * (len(tokens) - self.pace[b])
+        if self.choice is not None and self.choice.depth:
+            rows = zip(self.heads, gained, self.choice.copies, ranks, strict=True)
+            for head, tokens, copies, accepted in rows:
+                if tokens and not copies:
+                    head.add(len(accepted), self.choice.depth)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Forget these rows' texts: new prompts replace them, for which nothing has been drafted yet."""
         for row in rows:
-            self.heads[row], self.copied[row], self.pace[row] = self._head_estimate(), CopyEstimate(), 1.0
+            self.heads[row] = HeadEstimate(self.assumed, CHAINS[-1])
+            self.copied[row], self.pace[row] = CopyEstimate(), 1.0
             if self.state is not None:
                 self.state.copies[row] = NO_COPY
         self.choice = None
-        self.fruitless = self.rest = 0
-
-
-def learn_static(
-    heads: Sequence[HeadEstimate], shape: Shape, ranks: Sequence[Sequence[int]], drafted: Sequence[bool]
-) -> None:
-    """Learn from a static tree, in the rows where it was drafted: by depth, which child was accepted, if any.
-
-    ranks: the sibling ranks of each row's accepted drafts."""
-    for row, accepted, counts in zip(heads, ranks, drafted, strict=True):
-        node: tuple[int, ...] = ()
-        for depth, rank in enumerate((*accepted, None)) if counts else ():
-            children = shape.children.get(node, ())
-            if not children:
-                break
-            row.add(depth, rank, len(children))
-            node = children[rank or 0]

@@ -1,6 +1,7 @@
-"""The positions that an idle drafter has missed, kept so that it reads them all at once when it drafts again.
+"""What automatic drafts add to a head: the positions that it has missed while idle, which it reads all at once when it
+drafts again, and copies in place of its trees in some rows of a batch, combined on the device.
 
-Shapes: B batch rows, P new positions of a step, F features.
+Shapes: B batch rows, P new positions of a step, F features, N tree nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter
 from specheads.decoding.planner import NoDraft, Plan, StaticTree
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.tree import DraftTree
+from specheads.decoding.tree import DraftTree, TreeTopology
 
 
 class _Part(NamedTuple):
@@ -29,7 +30,7 @@ class _Part(NamedTuple):
 
 
 @dataclass
-class UnreadPositions:
+class PendingFeatures:
     """The committed positions that one drafter has not read.
 
     memory: that drafter's own part of a context's. columns: of all steps held, padding included. read: how many
@@ -156,3 +157,46 @@ def _only_columns(context: Context, columns: Sequence[Sequence[int]], width: int
     new = index.new_tensor([len(row) for row in columns])
     last, following = (new - 1).clamp_min(0), context.following.gather(1, index)
     return replace(context, features=features, following=following, new=new, last=last)
+
+
+COPIES = "copies"  # in a context's memory
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOrCopy(Drafter):
+    """Drafts with `head`, then replaces the trees of some rows by copies (see `put_copies`)."""
+
+    head: Drafter
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.head.layers
+
+    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+        return self.head.default_plan(device, do_sample)
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        tree = self.head.propose(context, sampler, plan)
+        return overlay(tree, *context.memory[COPIES]) if plan.depth else tree
+
+
+def put_copies(memory: dict[str, Any], context: Context, copies: Sequence[Sequence[int]], nodes: int) -> None:
+    """Put each row's copied ids, for trees of `nodes` nodes, into the memory that the head drafts with.
+
+    A row without ids keeps the head's tree."""
+    padded = [[row[-1], *ids, *[row[-1]] * (nodes - 1 - len(ids))]
+              for ids, row in zip(copies, context.history, strict=True)]  # fmt: skip
+    counts = [len(ids) for ids in copies]
+    device = context.root.device
+    memory[COPIES] = torch.tensor(padded, device=device), torch.tensor(counts, device=device)
+
+
+def overlay(tree: DraftTree, copies: Tensor, counts: Tensor) -> DraftTree:
+    """The tree, in which a row with counts (B,) > 0 is the chain of its first `counts` copies (B, N) after the root."""
+    num, depth = copies.shape[1], max(copies.shape[1] - 1, tree.max_depth)
+    in_line = tree.num_nodes == tree.max_depth + 1
+    tree, copied, index = tree.padded(num, depth), counts.unsqueeze(1) > 0, torch.arange(num, device=copies.device)
+    line = torch.where(index <= counts.unsqueeze(1), index - 1, -1)
+    tokens = torch.where(copied & (index > 0), copies, tree.tokens)
+    parents = torch.where(copied, line, tree.parents)
+    return DraftTree(tokens, parents, depth, topology=TreeTopology.of(parents, depth, in_line=in_line))

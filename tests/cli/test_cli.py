@@ -150,7 +150,7 @@ BAD_INPUT = [
     ("train eagle3 --learning_rate 1e-3", "did you mean training.learning_rate=1e-3? A recipe's options are given"),
     ("train eagle3 --lr 1e-3", "did you mean training.learning_rate=1e-3?"),
     ("train --bf16 --dry-run eagle3", "did you mean training.bf16=…?"),
-    ("train eagle3 --devise 2", "did you mean --device?"),
+    ("train eagle3 --dry-rum", "did you mean --dry-run?"),
     ("train eagle3 --what", "no such option: --what"),
     ("features eagle3 --data rows.jsonl", "did you mean data.train=rows.jsonl?"),
     (

@@ -58,7 +58,7 @@ def test_ctrl_c_in_a_script_is_one_line(ended_by, monkeypatch):
 def test_an_option_that_a_script_does_not_have_is_one_line(capsys):
     for script, words, message in (
         (heads, "eagle3 --learning_rate 1e-3", "did you mean training.learning_rate=1e-3?"),
-        (heads, "eagle3 --devise 2", "did you mean --device?"),
+        (heads, "eagle3 --dry-rum", "did you mean --dry-run?"),
         (features, "eagle3 --output o --max-length=9", "did you mean data.max_length=9?"),
         (self_distill, "--base a --output b --soource c", "did you mean --source?"),
         (bigram, "--base a --output b --sourc=c d", "unrecognized arguments: d"),

@@ -18,12 +18,13 @@ COSTS = ("measured", "model_parameters", "previous_work")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Race decoders: speed, accepted length, the same text or not; of lossy rules also right answers and divergence.
+    """Race decoders: speed, accepted length, the same text or not.
 
-    In a clone it needs no MODEL, and `-d eagle3` is the shipped head of that name. All decoders run on the same prompts
-    in one process, batch by batch in turn, after a warm-up; with --turns steps, step by step. Each finished round is
-    saved in OUT/results.jsonl: after Ctrl-C the tables show what is done, and the same command resumes. OUT gets
-    bench.json with all samples, bench.md and pictures.
+    Lossy rules are shown with their divergence, and tasks with right answers. In a clone it needs no MODEL, and `-d
+    eagle3` is the shipped head of that name. All decoders run on the same prompts in one process, batch by batch in
+    turn, after a warm-up; with --turns steps, step by step. Each finished round is saved in OUT/results.jsonl: after
+    Ctrl-C the tables show what is done, and the same command resumes. OUT gets bench.json with all samples, bench.md
+    and pictures.
 
     \b
     Examples:

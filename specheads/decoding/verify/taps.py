@@ -135,10 +135,7 @@ class Captures:
         """Forget the hooks if the base's modules have changed."""
         parts = list(base.modules())
         with lock:
-            same = len(parts) == len(self._parts) and all(
-                old() is new for old, new in zip(self._parts, parts, strict=True)
-            )
-            if not same and not self._passes:
+            if [part() for part in self._parts] != parts and not self._passes:
                 self._parts, self._hooks = [ref(part) for part in parts], []
                 self._flags = [Flag(self, part) for part in parts if isinstance(part, PreTrainedModel)]
 

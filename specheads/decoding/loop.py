@@ -158,10 +158,8 @@ class _Loop:
         sampler.finite = sampler.finite.to(logits.device)
         self.running = [True] * batch
         self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-        scores = sampler.scores(logits, lambda: self.prompts)
         sampler.seed_rows(batch, logits.device)
-        root = self.draw_first(scores)
-        sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
+        root, scores = self.first_tokens(logits, torch.arange(batch, device=logits.device))
         context = Context.start(self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top))
         self.context = replace(context, sampled=sampler.do_sample)
         require_finite(bool(sampler.finite))
@@ -181,7 +179,7 @@ class _Loop:
                 details=self.keep_scores or self.keep_divergences,
             )  # fmt: skip
 
-        kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
+        kept_scores = [] if scores is None else [[pair] for pair in zip(logits, scores, strict=True)]
         tokens = self.apply_stop([[row[-1]] for row in self.context.history], kept_scores)
         nothing: list[list[int]] = [[] for _ in range(batch)]
         end_prefill()
@@ -196,12 +194,9 @@ class _Loop:
         prompts = zip(new.ids.tolist(), new.lengths.tolist(), strict=True)
         for row, limit, (ids, length) in zip(new.rows, new.limits, prompts, strict=True):
             self.running[row], self.limits[row], self.prompts[row] = True, limit, ids[:length]
-        logits = out.logits.new_zeros(batch, out.logits.shape[-1]).index_copy(0, rows, out.logits[:, 0])
-        others = [row not in new.rows for row in range(batch)]
-        scores = self.sampler.scores(logits, lambda: self.prompts, others)
+        logits = out.logits[:, 0]
         self.sampler.reseed_rows(rows, new.seeds)
-        root = self.draw_first(scores).index_select(0, rows)
-        self.sampler.note_finite(~out.logits[:, 0].gather(1, root.unsqueeze(1)).isnan())
+        root, scores = self.first_tokens(logits, rows)
         require_finite(bool(self.sampler.finite))
         top = top_tokens(out.logits, self.num_top)
         context = Context.start(self.target, new.ids, new.lengths, out.features, root, top)
@@ -213,14 +208,16 @@ class _Loop:
         if self.compiler is not None:
             self.compiler.renew()
 
-        kept_scores: TokenScores = []
-        if self.keep_scores:
-            kept_scores = [[] if other else [(logits[b], scores[b])] for b, other in enumerate(others)]
-        gained = [[] if other else [self.context.history[b][-1]] for b, other in enumerate(others)]
+        gained: list[list[int]] = [[] for _ in range(batch)]
+        kept_scores: TokenScores = [[] for _ in range(batch)] if self.keep_scores else []
+        for i, row in enumerate(new.rows):
+            gained[row] = [self.context.history[row][-1]]
+            if scores is not None:
+                kept_scores[row] = [(logits[i], scores[i])]
         tokens = self.apply_stop(gained, kept_scores)
         end_prefill()
         return Step(
-            tokens, [0] * batch, [[] for _ in others], [0] * batch, time.perf_counter() - began, kept_scores
+            tokens, [0] * batch, [[] for _ in gained], [0] * batch, time.perf_counter() - began, kept_scores
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -293,11 +290,26 @@ class _Loop:
             self.plan = None
         self.watch = None
 
-    def draw_first(self, scores: Tensor) -> Tensor:
-        """Processed scores (B, V) after prompts → the first token (B,) of each row."""
+    def first_tokens(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits (R, V) after the prompts of these rows (R,) → the first token (R,) of each, and if they are kept the
+        processed scores (R, V) that gave it."""
+        sampler, batch = self.sampler, len(self.running)
         # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
-        numbers = self.sampler.token_numbers(scores.new_zeros(len(scores), dtype=torch.long), 1, 0)
-        return self.sampler.draw(self.sampler.probs_of(scores), None if numbers is None else numbers[:, 0])
+        numbers = sampler.token_numbers(rows.new_zeros(batch), 1, 0)
+        numbers = None if numbers is None else numbers[:, 0].index_select(0, rows)
+        if sampler.needs_prefix:  # these processors are called for the whole batch
+            chosen = set(rows.tolist())
+            others = [row not in chosen for row in range(batch)]
+            everywhere = logits.new_zeros(batch, logits.shape[1]).index_copy(0, rows, logits)
+            processed = sampler.scores(everywhere, lambda: self.prompts, others).index_select(0, rows)
+            root = sampler.draw(sampler.probs_of(processed), numbers)
+            scores = processed if self.keep_scores else None
+        else:
+            root, finite = sampler.draw_from_logits(logits, numbers)
+            sampler.note_finite(finite)
+            scores = sampler.scores(logits, list) if self.keep_scores else None
+        sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
+        return root, scores
 
     def rows(self, depth: int) -> Rows:
         """What a step with a tree of this depth reads of the rows."""

@@ -217,8 +217,8 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
 def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch, drafter, rule):
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
 
-    def twice(target, token):
-        verdict = follow_tokens(target, token)
+    def twice(target, token, finite):
+        verdict = follow_tokens(target, token, finite)
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
         return replace(verdict, bonus=target.sampler.draw(target.p_at(last)))
 

@@ -58,10 +58,13 @@ class Enumerating(Sampler):
             chosen.append(token)
         return torch.tensor(chosen).view(shape)
 
-    def draw_nodes(self, p, tree, numbers):
+    def draw_from_logits(self, logits, numbers=None):
+        return self.draw(self.probs(logits)), torch.ones(len(logits), dtype=torch.bool)
+
+    def draw_nodes(self, logits, tree, numbers):
         """Of the nodes that a row's path reaches alone: what is drawn elsewhere is never looked at, and here is what
         would be accepted if it were."""
-        drawn = torch.zeros_like(tree.tokens)
+        drawn, p = torch.zeros_like(tree.tokens), self.probs(logits.flatten(0, 1)).view_as(logits)
         for b, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
             for token, parent in reversed([*zip(tokens, parents, strict=True)]):
                 if parent >= 0:
@@ -70,7 +73,7 @@ class Enumerating(Sampler):
             while node is not None:
                 drawn[b, node] = token = int(self.draw(p[b, node : node + 1]))
                 node = next((i for i, x in enumerate(tokens) if x == token and parents[i] == node), None)
-        return drawn
+        return drawn, torch.ones_like(drawn, dtype=torch.bool)
 
     def bernoulli(self, chance):
         chance = chance.nan_to_num(0).clamp(max=1)

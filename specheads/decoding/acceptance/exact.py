@@ -41,7 +41,7 @@ class Exact(LevelRule):
             return super().judge(target)
         if target.sampler.needs_prefix:
             return follow_node_by_node(target)
-        return follow_tokens(target, target.drawn_tokens)
+        return follow_tokens(target, *target.draws)
 
     def accept_mask(self, target: TargetProbs) -> Tensor:
         return draw_accept_mask(target, target.p)
@@ -52,11 +52,11 @@ class Exact(LevelRule):
         return residual_after_rejections(target.p_at(node), target, node)
 
 
-def follow_tokens(target: TargetProbs, token: Tensor) -> Verdict:
-    """The path on which each node has the token (B, N) drawn at its parent."""
+def follow_tokens(target: TargetProbs, token: Tensor, finite: Tensor) -> Verdict:
+    """The path on which each node has the token (B, N) drawn at its parent; finite (B, N): could it be drawn?"""
     path, length, end = accepted_path(target.tree, target.at_parent(token) == target.tree.tokens)
-    if target.sampler.do_sample:  # if any of p is NaN, so is token 0
-        target.sampler.note_finite(~target.p[..., 0].gather(1, path).isnan())
+    if target.sampler.do_sample:
+        target.sampler.note_finite(finite.gather(1, path))
     return Verdict(path, length, target.at(token, end))
 
 

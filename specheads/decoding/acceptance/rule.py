@@ -116,14 +116,13 @@ class TargetProbs:
     @cached_property
     def likeliest_tokens(self) -> Tensor:
         """(B, N) the likeliest token after each node."""
-        return likeliest(self.scores)
+        return likeliest(self.scores if self.sampler.processors else self.logits)
 
     @cached_property
-    def drawn_tokens(self) -> Tensor:
-        """(B, N) a token drawn after each node with its row's number for that depth; at temperature 0 the likeliest."""
-        if not self.sampler.do_sample:
-            return self.likeliest_tokens
-        return self.sampler.draw_nodes(self.p, self.tree, self.numbers)
+    def draws(self) -> tuple[Tensor, Tensor]:
+        """(B, N) a token drawn after each node with its row's number for that depth, at temperature 0 the likeliest;
+        and (B, N) whether its p has a finite sum. The processors need no prefix."""
+        return self.sampler.draw_nodes(self.logits, self.tree, self.numbers)
 
     def is_target_argmax(self) -> Tensor:
         """(B, N) is each node's token the likeliest at its parent? Meaningless at the root and at unused slots."""
@@ -135,7 +134,7 @@ class TargetProbs:
         return self.at(self.soft, node) if known else self.sampler.probs_of(self.scores_at(node))
 
     def draw_at(self, node: Tensor) -> Tensor:
-        """(B,) tokens drawn from p at one node (B,) of each row, as in `drawn_tokens`."""
+        """(B,) tokens drawn from p at one node (B,) of each row, as in `draws`."""
         if not self.sampler.do_sample:
             return self.sampler.draw(self.scores_at(node))
         return self.draw_after(node, self.p_at(node))

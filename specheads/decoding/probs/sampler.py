@@ -17,15 +17,11 @@ from transformers import LogitsProcessorList
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.processors import RowProcessor, adapt, call, is_foreign, is_prefix_free, mixes_rows
 from specheads.decoding.probs.randomness import RowNumbers, row_seeds
+from specheads.decoding.probs.shortlist import warp, warp_shortlist
 from specheads.decoding.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
 FIRST_NUMBERS = 1024  # how many numbers that draw tokens are made at first, for each row
-
-
-def _no_prefix(scores: Tensor) -> Any:
-    """The empty ids (R, 0) to give a prefix-free processor."""
-    return torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
 
 
 def likeliest(logits: Tensor, block: int = 128) -> Tensor:
@@ -79,11 +75,9 @@ class Sampler:
         prefixes() gives each row's ids up to its node, unpadded. ended (R,): rows that nothing follows. Processors are
         not applied to them, since one may not know what follows an end; their scores are meaningless.
         """
-        scores = at_least_float32(logits)
         if not self.needs_prefix:
-            for processor in self.processors:
-                scores = call(processor, _no_prefix(scores), scores)
-            return scores
+            return warp(self.processors, logits)
+        scores = at_least_float32(logits)
         rows, is_over = self._with_padding(prefixes()), list(ended or [False] * len(scores))
         result = scores.clone()
         # Processors take rows of one length, and may identify rows by index: one call per length, with the whole batch.
@@ -155,11 +149,12 @@ class Sampler:
         kinds: the types of processors to apply; None for all that need no prefix. A row in which they rule out every
         token is zero.
         """
-        scores = at_least_float32(logits)
-        for processor in self.processors:
-            if is_prefix_free(processor) if kinds is None else type(processor) in kinds:
-                scores = call(processor, _no_prefix(scores), scores)
-        return scores.softmax(-1).nan_to_num_(0)
+        chosen = [
+            processor
+            for processor in self.processors
+            if (is_prefix_free(processor) if kinds is None else type(processor) in kinds)
+        ]
+        return warp(chosen, logits).softmax(-1).nan_to_num_(0)
 
     def seed_rows(self, batch: int, device: torch.device) -> None:
         """Set up the random numbers of a batch's rows."""
@@ -208,13 +203,31 @@ class Sampler:
         self.note_finite((total > 0) & (total < math.inf))
         return index
 
-    def draw_nodes(self, p: Tensor, tree: DraftTree, numbers: Tensor | None) -> Tensor:
-        """p (B, N, V) → (B, N) a token drawn after each node of the tree; numbers (B, P): each row's, by depth.
+    def draw_nodes(self, logits: Tensor, tree: DraftTree, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
+        """logits (B, N, V) → (B, N) a token drawn after each node of the tree, and (B, N) whether its p has a finite
+        sum; numbers (B, P): each row's, by depth. As `draw_from_logits`.
 
         Most nodes are never reached, and their p may be anything: the caller passes those that are to `note_finite`.
         """
-        numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers.gather(1, tree.topology.depth)
-        return inverse_cdf(p, numbers)[0]
+        numbers = None if numbers is None else numbers.gather(1, tree.topology.depth).flatten()
+        tokens, finite = self.draw_from_logits(logits.flatten(0, 1), numbers)
+        return tokens.view_as(tree.tokens), finite.view_as(tree.tokens)
+
+    def draw_from_logits(self, logits: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits (R, V) of rows under processors that need no prefix → (R,) a token drawn from each row's p with its
+        number (R,), as `draw` does, and (R,) whether that p has a finite sum."""
+        if not self.do_sample:
+            token = likeliest(warp(self.processors, logits) if self.processors else logits)
+            return token, ~logits.gather(1, token.unsqueeze(1)).squeeze(1).isnan()
+        numbers = self.uniforms(logits.shape[:1], logits.device) if numbers is None else numbers
+        narrow = warp_shortlist(self.processors, logits)
+        if narrow is None or narrow[2]:
+            token, total = inverse_cdf(self.probs_of(warp(self.processors, logits)), numbers)
+        else:
+            scores, columns, _ = narrow
+            index, total = inverse_cdf(scores.softmax(-1), numbers)
+            token = columns.gather(1, index.unsqueeze(1)).squeeze(1)
+        return token, (total > 0) & (total < math.inf)
 
     def note_finite(self, valid: Tensor) -> None:
         """Clear `finite` unless all of `valid` is true."""

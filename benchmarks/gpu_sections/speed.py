@@ -42,7 +42,7 @@ def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
         deadline.skipped.append(f"{sizes.repeats * len(batches) - done} of {sizes.repeats * len(batches)} rounds")
     cell = {"prompts": "random", "batch": 1, "temperature": 0.0}
     rounds = [{**cell, **one} for one in rounds_of(result, REFERENCE)]
-    rows = rows_of(rounds, REFERENCE, sizes.new, machine.floor.seconds)
+    rows = rows_of(rounds, REFERENCE, machine.floor.seconds)
     (table, *_) = tables(rows)
     return {
         "columns": [*table.columns, "peak, MB"],

@@ -168,6 +168,11 @@ class Captures:
         for flag in self._flags:
             if flag.present is None:
                 flag.set(flag)
+        # A forward that the caller has compiled does not ask for its hooks: they must be there when it is traced.
+        if any(hasattr(vars(part()).get("forward"), "_torchdynamo_orig_callable") for part in self._parts):
+            for flag in self._flags:
+                if flag.present is flag and not flag.has_hooks:
+                    self._install(flag)
 
     def _leave(self, entry: object) -> None:
         with installing, lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,24 @@ from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import Peer
 from specheads.bench.compare.plots import require_matplotlib
 from specheads.bench.compare.prompt_sets import prompt_sets
-from specheads.bench.compare.run import decoders_of, run
+from specheads.bench.compare.run import decoders_of
+from specheads.bench.compare.run import run as run_rounds
 from specheads.bench.figures.floor import measure_floor
+from specheads.cli.app import output
+from specheads.cli.errors import refuse_file, refuse_folder
+from specheads.cli.options.measure import BenchCommand
 from specheads.decoding.drafters import Cascade
 from specheads.models.named import Models
+
+
+def run(options: BenchCommand) -> int:
+    """The exit code is 130, as after Ctrl-C, if not all rounds are done."""
+    refuse_file(options.out, "--out")
+    if options.record is not None:
+        refuse_folder(options.record, "--record")
+    record = bench(options, shlex.join(["specheads", *sys.argv[1:]]))
+    output(record, show, options.as_json)
+    return 0 if record["complete"] else 130
 
 
 def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
@@ -51,7 +67,7 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
     try:
         versions = {name: version for peer in peers.values() for name, version in peer.ask("versions").items()}
         with terminal.progress(terminal.make_console(stderr=True), "measuring") as tell:
-            outcome = run(options, setup, specs, sets, tell)
+            outcome = run_rounds(options, setup, specs, sets, tell)
     finally:
         for peer in peers.values():
             peer.close()

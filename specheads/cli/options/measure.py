@@ -1,11 +1,15 @@
-"""The options of evaluate, parity, calibrate and tune."""
+"""The options of evaluate, bench, parity, calibrate and tune."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
+from specheads.bench.compare.options import BenchOptions
 from specheads.cli.options.shared import HEAD, MODEL, Drafting, Output, Placement
+from specheads.cli.shipped import find_recipe
 from specheads.options import OptionError, argument, option
 
 
@@ -44,6 +48,16 @@ class EvaluateOptions(Drafting, Placement, Output):
             raise OptionError("{chat}: the held-out files are not chats; give {prompts}", chat=True, prompts=...)
         if self.draft == "none":
             raise OptionError("{draft}: there is no drafter to measure; name one", draft="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCommand(BenchOptions, Output):
+    __doc__ = BenchOptions.__doc__
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        recipe = values.get("recipe")
+        return super().read(values if recipe is None else {**values, "recipe": str(find_recipe(recipe, "bench"))})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,11 +94,6 @@ def spaced_indices(size: int, count: int | None) -> list[int]:
     return [i * size // count for i in range(count)]
 
 
-def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:
-    """The prompts of read_prompts, without categories."""
-    return [prompt.asked for prompt in read_prompts(path, count, chat=chat)]
-
-
 def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) -> list[Prompt]:
     """Prompts from a .jsonl file (each line a string, or an object with `messages` or another form of chat, `turns` as
     in Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, `question` as in GSM8K, `problem` as in MATH, or

@@ -175,8 +175,7 @@ def root(
       specheads curves runs/a runs/b --out compare.png
       specheads generate out/head --prompt "def fibonacci(n):" --color-depth
       specheads chat out/head
-      specheads evaluate out/head --num-prompts 8
-      specheads bench out/head --batch 1 --temperature 0
+      specheads bench out/head -d plain -d head --batch 1 --temperature 0 --num-prompts 8
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model
     """

@@ -12,7 +12,7 @@ from specheads.cli.app import DEBUG, OFF, add_command, app, flags
 from specheads.cli.errors import Stopped, listen, report, say, say_stopped, usage_error
 from specheads.cli.options.checkpoints import DoctorOptions, ExportOptions, ImportOptions, InfoOptions
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
-from specheads.cli.options.measure import BenchCommand, CalibrateOptions, EvaluateOptions, ParityOptions, TuneOptions
+from specheads.cli.options.measure import BenchCommand, CalibrateOptions, ParityOptions, TuneOptions
 from specheads.cli.options.training import CurvesOptions, DemoOptions, FeaturesOptions, RecipesOptions, TrainOptions
 from specheads.cli.script import RecipeCommand
 
@@ -29,7 +29,6 @@ add_command("calibrate", CalibrateOptions, "commands.calibration:find_tree")
 add_command("generate", GenerateOptions, "commands.generate:run")
 add_command("chat", ChatOptions, "chat.console:run")
 add_command("tune", TuneOptions, "commands.tune:run")
-add_command("evaluate", EvaluateOptions, "commands.evaluate:run")
 add_command("bench", BenchCommand, "commands.bench:run")
 add_command("export", ExportOptions, "commands.formats:export")
 add_command("import", ImportOptions, "commands.formats:import_head")

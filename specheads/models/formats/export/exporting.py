@@ -200,8 +200,8 @@ def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: st
         ]  # fmt: skip
     else:
         lines += [
-            "Its accepted length was not recorded; `specheads evaluate` measures it in greedy decoding. Compare the "
-            "server with it: a head that is loaded wrongly still gives the right text, only slowly.",
+            "Its accepted length was not recorded; `specheads bench` measures it. Compare the server with its greedy "
+            "figure: a head that is loaded wrongly still gives the right text, only slowly.",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -43,6 +43,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import live_memory
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,7 +51,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging as hf_logging
 
 from specheads import SpecModel, chain
-from specheads.bench import decoders, environment, memory, report
+from specheads.bench import decoders, environment, report
 from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
@@ -112,7 +113,7 @@ class Side:
         job = {
             "side": program, "head": head, "base": base, "batches": str(given), "out": str(out), "depth": DEPTHS[head],
             "draft_vocab_size": options.draft_vocab_size, "learning_rate": options.learning_rate, "seed": options.seed,
-            "threads": 1, "compile": variant == "compiled", "mixed": variant == "mixed", "memory": memory.__file__,
+            "threads": 1, "compile": variant == "compiled", "mixed": variant == "mixed", "memory": live_memory.__file__,
             "normed": "normed" in variant, "anchors": options.max_length // 8 if "anchored" in variant else None,
             "answer": str(self.answer),
         }  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from specheads.bench.figures import floor, intervals, samples
-from specheads.bench.figures.repetition import repeated
 from specheads.bench.figures.results import Results
+from specheads.bench.figures.samples import repeated
 from specheads.bench.runner import Output, TimedRun
 from tests.support.tiny_models import tiny_llama
 

@@ -100,7 +100,7 @@ def test_a_newcomer_trains_generates_and_exports(newcomer):
 
 def test_the_demo_of_a_wheel_trains_its_base_first_and_keeps_it(newcomer):
     script = (
-        "import sys; from specheads.cli.demo import own_base, story; own_base.MINUTES = 0.02; story.NUM_PROMPTS = 1; "
+        "import sys; from specheads.cli.demo import live, story; live.BASE_MINUTES = 0.02; story.NUM_PROMPTS = 1; "
         "from specheads.cli import program; sys.exit(program.run(sys.argv[1:]))"
     )
     demo = (

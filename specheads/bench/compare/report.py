@@ -11,8 +11,7 @@ from typing import Any
 from specheads.bench import cost, environment
 from specheads.bench.compare.decoder_spec import Cell
 from specheads.bench.figures.intervals import ratio_interval, speed
-from specheads.bench.figures.repetition import GRAM
-from specheads.bench.figures.samples import POSITIONS, Round, figures, work_of
+from specheads.bench.figures.samples import GRAM, POSITIONS, Round, figures, work_of
 from specheads.bench.report import format_figure, format_interval, markdown
 from specheads.decoding.acceptance import rule_named
 from specheads.files import write_whole

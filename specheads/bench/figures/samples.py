@@ -12,12 +12,12 @@ from statistics import median
 from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
-from specheads.bench.figures.repetition import split_by_text
 from specheads.bench.runner import Race, TimedRun, first_difference
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
 POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
+GRAM = 8  # a token counts as repeated if the n-gram of this length that it completes has occurred before
 
 
 def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
@@ -224,3 +224,28 @@ def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def split_by_text(run: TimedRun) -> dict[str, list[float]]:
+    """Four figures each for steps whose first token continues new text (`unrepeated`) or repeated text (`repeated`):
+    tokens, seconds, tokens after the prefill, steps after it. For a batch of one row; zeros if steps are unknown."""
+    sums: dict[str, list[float]] = {"unrepeated": [0, 0.0, 0, 0], "repeated": [0, 0.0, 0, 0]}
+    again, position = repeated(run.output.tokens[0]), 0
+    for number, (gained, seconds) in enumerate(run.steps):
+        kind = "repeated" if position < len(again) and again[position] else "unrepeated"
+        for i, figure in enumerate((gained, seconds, gained if number else 0, 1 if number else 0)):
+            sums[kind][i] += figure
+        position += gained
+    return sums
+
+
+def repeated(tokens: Sequence[int], gram: int = GRAM) -> list[bool]:
+    """For each token: do the `gram` tokens that end with it occur earlier in the same generated text?"""
+    seen: set[tuple[int, ...]] = set()
+    marks = []
+    for end in range(1, len(tokens) + 1):
+        window = tuple(tokens[max(0, end - gram) : end])
+        marks.append(window in seen)
+        if len(window) == gram:
+            seen.add(window)
+    return marks

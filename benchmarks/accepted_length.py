@@ -24,7 +24,7 @@ from specheads.bench import decoders
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import held_out_names
 from specheads.decoding.generation import prompt_batches
-from specheads.models.run_files import RESULTS, results
+from specheads.models.files import RESULTS, results
 
 
 def decoded(

@@ -25,9 +25,9 @@ QUESTIONS = ("prompt", "question", "problem", "text")  # keys of a row's questio
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text or conversation, and its category, as given by its file or package."""
+    """A text, its token ids or a conversation, and its category, as given by its file or package."""
 
-    asked: str | Conversation
+    asked: str | list[int] | Conversation
     category: str | None = None
 
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
 from specheads.models.config import SpecConfig
+from specheads.models.files import CURVES, RECIPE, history, numbers, results, run_of
 from specheads.models.formats.export.exporting import engines_for
-from specheads.models.run_files import CURVES, RECIPE, history, numbers, results, run_of
 from specheads.options import read_yaml
 from specheads.version import __version__
 

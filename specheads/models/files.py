@@ -1,4 +1,4 @@
-"""The files of a head checkpoint: their names, and how to read them without trusting them.
+"""The files of a head checkpoint and of its training run: their names, and how to read them without trusting them.
 
 Names, shapes and dtypes are read and checked before any values.
 """
@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specheads.heads import DraftHead
 from specheads.options import OptionError, Suggestion, listing, reason, shortened
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.yaml", "curves.png"  # of a run
 MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
 _MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers needs some 100,000
 DTYPES = {
@@ -177,3 +179,48 @@ def make_portable(name: str | None, folder: Path) -> str | None:
         return name
     relative = os.path.relpath(Path(name).resolve(), folder.resolve())
     return relative if relative.startswith(".") else f"./{relative}"
+
+
+def run_of(checkpoint: Any, head: DraftHead) -> Path | None:
+    """The folder that the head was loaded from; None if there is none, or if its weights are no longer this head's, as
+    after more training in memory, so that its metrics do not apply."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not (folder / WEIGHTS).is_file():
+        return None
+    saved = read_tensors(folder / WEIGHTS, read_names(folder / WEIGHTS))
+    for name, tensor in head.state_dict().items():
+        there = saved.get(f"head.{name}")
+        if there is None or not torch.equal(there.to(tensor.dtype), tensor.to("cpu")):
+            return None
+    return folder
+
+
+def accepted_length(checkpoint: Any) -> float | None:
+    """The accepted length that training measured on held-out rows; None if the checkpoint's folder has none."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not folder.is_dir():
+        return None
+    length = results(folder).get("eval_accepted_length")
+    if isinstance(length, int | float):
+        return float(length)
+    lengths = [log.get("eval_accepted_length") for log in reversed(history(folder))]
+    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """The final metrics of a run; {} if its folder has none."""
+    return _table(run / RESULTS)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The whole log of a run (some megabytes); [] if its folder has none."""
+    return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
+
+
+def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are numbers: an untrusted file, or one from another program, may hold anything."""
+    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    return (read_table(path, most=None) or {}) if path.is_file() else {}

@@ -17,8 +17,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, s
 from specheads import terminal
 from specheads.files import replacing
 from specheads.models.card import TrainingRecord
-from specheads.models.files import CONFIG
-from specheads.models.run_files import RECIPE, RESULTS
+from specheads.models.files import CONFIG, RECIPE, RESULTS
 from specheads.training.build import (
     Budget,
     gate_seconds,

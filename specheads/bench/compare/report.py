@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench import cost, environment
-from specheads.bench.compare.decoder_spec import Cell
+from specheads.bench.compare.decoder_spec import Cell, by_cell
 from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.figures.samples import GRAM, POSITIONS, Round, figures, work_of
 from specheads.bench.report import format_figure, format_interval, markdown
@@ -55,11 +55,8 @@ def rows_of(
 ) -> list[Row]:  # fmt: skip
     """A row for each cell and decoder, in the order in which they were measured. costs: of a pass of the base and of
     each draft, by decoder; replayed: without the base's passes, so that speeds mean nothing and are left out."""
-    cells: dict[tuple[Any, ...], list[Round]] = {}
-    for one in rounds:
-        cells.setdefault((one["prompts"], one["batch"], one["temperature"], one.get("top_k", 0)), []).append(one)
     rows = []
-    for (prompts, batch, temperature, top_k), measured in cells.items():
+    for cell, measured in by_cell(rounds).items():
         for name in dict.fromkeys(name for one in measured for name in one["decoders"]):
             served = [one for one in measured if name in one["decoders"]]
             row = figures(served, name, reference)
@@ -67,8 +64,8 @@ def rows_of(
             if row["reviews"] and name in (costs or {}):
                 swi = cost.walltime_improvement(row["gained"], row["reviews"], (costs or {})[name])
             rows.append({
-                "prompts": prompts, "batch": batch, "temperature": temperature, "top_k": top_k, "decoder": name,
-                "reference": name == reference, "lossless": is_lossless(name), **row, "swi": swi,
+                **vars(cell), "decoder": name, "reference": name == reference, "lossless": is_lossless(name), **row,
+                "swi": swi,
                 "over_exact": None if exact == name else over(served, name, exact),
                 "step_over_floor": _over(row["step_seconds"], floor_seconds),
                 "verify_over_floor": _over(row["verify_seconds"], floor_seconds),
@@ -107,11 +104,11 @@ def tables(rows: Sequence[Row], *, wide: bool = True) -> Iterator[Table]:
 
     wide: False for the first columns of the speeds alone, which fit a terminal of 80 columns."""
     shown = len(COLUMNS) if wide else NARROW
-    for cell, own in _by_cell(rows).items():
+    for cell, own in by_cell(rows).items():
         yield Table(f"{cell}: speed", *_without_empty(COLUMNS[:shown], [speed_cells(row)[:shown] for row in own]))
     if not wide:
         return
-    for cell, own in _by_cell(rows).items():
+    for cell, own in by_cell(rows).items():
         drafted = [row for row in own if (row["accepted_by_depth"] or [0])[0] > 0]
         if cell.batch == min(row["batch"] for row in rows) and drafted:
             yield accepted_table(cell, drafted)
@@ -204,7 +201,7 @@ def notes(record: dict[str, Any]) -> list[str]:
 def fastest_lossy(rows: Sequence[Row], share: float = 0.98) -> Iterator[str]:
     """For each cell and drafter with right answers under the exact rule: the fastest lossy rule with at least `share`
     of its accuracy."""
-    for cell, own in _by_cell(rows).items():
+    for cell, own in by_cell(rows).items():
         for exact in own:
             rules = [row for row in own if not row["lossless"] and exact_twin(row["decoder"]) == exact["decoder"]]
             if not rules or not exact["accuracy"]:
@@ -266,14 +263,6 @@ def legend(shown: Sequence[Table]) -> list[str]:
     """A line on each column of these tables that needs one."""
     columns = {name for one in shown for name in one.columns}
     return [line for column, line in LEGEND.items() if column in columns]
-
-
-def _by_cell(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
-    cells: dict[Cell, list[Row]] = {}
-    for row in rows:
-        cell = Cell(row["prompts"], row["batch"], row["temperature"], row.get("top_k", 0))
-        cells.setdefault(cell, []).append(row)
-    return cells
 
 
 def _without_empty(columns: tuple[str, ...], lines: list[list[str]]) -> tuple[tuple[str, ...], list[list[str]]]:

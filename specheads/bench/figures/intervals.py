@@ -32,8 +32,7 @@ def ratio_interval(
     if len(work) < 2:
         return None
     figures = torch.tensor([[*a, *b] for a, b in zip(work, reference, strict=True)], dtype=torch.float64)  # (n, 4)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(work), (resamples, len(work)), generator=generator)
+    drawn = _draw(len(work), resamples, torch.Generator().manual_seed(seed))
     tokens, seconds, reference_tokens, reference_seconds = figures[drawn].sum(1).unbind(-1)
     ratios = (tokens / seconds) / (reference_tokens / reference_seconds)
     return _percentile_interval(ratios)
@@ -45,8 +44,7 @@ def median_interval(
     """The interval of the median of the values, drawn with replacement; None for fewer than two."""
     if len(values) < 2:
         return None
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(values), (resamples, len(values)), generator=generator)
+    drawn = _draw(len(values), resamples, torch.Generator().manual_seed(seed))
     medians = torch.tensor(values, dtype=torch.float64)[drawn].quantile(0.5, dim=1)
     return _percentile_interval(medians)
 
@@ -68,20 +66,22 @@ def crossed_interval(
         return None
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(count: int) -> Tensor:  # (resamples, count): how many times each is drawn
-        drawn = torch.randint(count, (resamples, count), generator=generator)
-        return torch.zeros(resamples, count, dtype=torch.float64).scatter_add_(
-            1, drawn, torch.ones_like(drawn).double()
-        )
+    def times(count: int) -> Tensor:  # (resamples, count): how many times each is drawn
+        drawn = _draw(count, resamples, generator)
+        return torch.zeros(resamples, count).scatter_add_(1, drawn, torch.ones(resamples, count)).double()
 
-    of_seeds, of_prompts = draw(seeds), draw(prompts)
+    of_seeds, of_prompts = times(seeds), times(prompts)
 
     def lengths(figures: Tensor) -> Tensor:
         tokens, steps = torch.einsum("rs,rp,spk->kr", of_seeds, of_prompts, figures.double())
         return tokens / steps
 
-    found = lengths(work) if reference is None else lengths(work) - lengths(reference)
-    return _percentile_interval(found)
+    return _percentile_interval(lengths(work) if reference is None else lengths(work) - lengths(reference))
+
+
+def _draw(count: int, resamples: int, generator: torch.Generator) -> Tensor:
+    """(resamples, count): indices of as many as there are, with replacement."""
+    return torch.randint(count, (resamples, count), generator=generator)
 
 
 def _percentile_interval(values: Tensor) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.hub import did_you_mean
-from specheads.models.run_files import STATE
+from specheads.models.files import STATE
 from specheads.options import listing
 from specheads.training.report.curves import label_ends
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.models.run_files import CURVES
+from specheads.models.files import CURVES
 
 Points = list[tuple[int, float]]
 _SIZE = 7.5  # points

@@ -17,8 +17,7 @@ from specheads.losses.metrics import TrainingMeter
 from specheads.models.base.lora import is_adapter
 from specheads.models.card import TrainingRecord
 from specheads.models.checkpoint import correct_copied_name
-from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.run_files import RESULTS
+from specheads.models.files import CONFIG, RESULTS, CheckpointError
 from specheads.training.distributed.checkpoints import trained_weights_only
 from specheads.training.distributed.launch import kind_of
 from specheads.training.distributed.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of

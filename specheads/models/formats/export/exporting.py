@@ -20,12 +20,21 @@ from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.base.lora import adapters
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, DTYPES, CheckpointError, absolute, changes_dtype, refuse_nonempty
+from specheads.models.files import (
+    CONFIG,
+    DTYPES,
+    CheckpointError,
+    absolute,
+    accepted_length,
+    changes_dtype,
+    refuse_nonempty,
+    results,
+    run_of,
+)
 from specheads.models.formats import FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
 from specheads.models.formats.format import ExportFiles, Format, embeddings_of
-from specheads.models.run_files import accepted_length, results, run_of
 from specheads.options import refuse_unknown
 from specheads.version import __version__
 

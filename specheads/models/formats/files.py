@@ -114,6 +114,7 @@ class Files:
         assert self.weights is not None
         if self._index is None:
             return read_header(self.weights)[0]
+        refuse_many(self.weights, self._index)
         found: dict[str, Tensor] = {}
         for name, path in self._shards.items():
             part = read_header(path)[0]
@@ -158,13 +159,17 @@ class Files:
             return None
         return read_index(self.weights)[0]
 
+    @property
+    def _wanted(self) -> Collection[str]:
+        """The names of the tensors that are read."""
+        return self._index or ()
+
     @cached_property
     def _shards(self) -> dict[str, Path]:
-        """File name → path, for every file in the index. CheckpointError if one is missing."""
-        assert self.weights is not None
-        refuse_paths(self.weights, self._index or {}, self._index or ())
-        refuse_many(self.weights, self._index or {})
-        found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
+        """File name → path, for the files of all tensors that are read. CheckpointError if one is missing."""
+        assert self.weights is not None and self._index is not None
+        refuse_paths(self.weights, self._index, self._wanted)
+        found = {name: self.find(name) for name in sorted({self._index[tensor] for tensor in self._wanted})}
         if missing := [name for name, path in found.items() if path is None]:
             raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
         return {name: path for name, path in found.items() if path is not None}

@@ -107,10 +107,7 @@ class Eagle(Format):
     def config(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # vLLM reads "bias" as that of attention; refusals() lets only a zero bias of fc get here.
         biased = head.fc_bias and self.fc_bias
-        config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
-        if head.attention_bias or head.mlp_bias:
-            config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
-        return config
+        return {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
 
     def rename(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
         named = super().rename(head, tensors, base)

@@ -25,7 +25,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embeddings_of, output_matrix
-from specheads.models.formats.keys.config_table import architectures, flag, refusal, table, whole
+from specheads.models.formats.keys.config_table import agreed, architectures, flag, refusal, table, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.layer_ids import TABLE
@@ -140,8 +140,6 @@ class Eagle3(Format):
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), **top, **dict.fromkeys(norms, True),
         }  # fmt: skip
-        if head.attention_bias or head.mlp_bias:
-            config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         if self.engine == "trtllm":
             inner |= {theirs: True for theirs, ours in INSIDE.items() if ours in norms.values()}
         if inner:
@@ -276,10 +274,7 @@ def _norm(files: Files, config: dict[str, Any], inner: dict[str, Any], theirs: s
     for name, option in INSIDE.items():
         if option == ours and inner.get(name) is not None:
             values[f"{TABLE}.{name}"] = flag(inner, name)
-    if len(set(values.values())) > 1:
-        both = " and ".join(f"{name}={str(value).lower()}" for name, value in values.items())
-        raise CheckpointError(f"{files}: its config says {both}; its readers would disagree")
-    return any(values.values())
+    return agreed(files, values)
 
 
 FORMATS = (

@@ -113,6 +113,14 @@ def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
+def agreed(where: object, flags: dict[str, bool]) -> bool:
+    """A flag that several keys give, false without any. CheckpointError if they contradict each other."""
+    if len(set(flags.values())) > 1:
+        every = ", ".join(f"{name}={quoted(value)}" for name, value in flags.items())
+        raise CheckpointError(f"{where}: its config says {every}; its readers would disagree")
+    return any(flags.values())
+
+
 def table(config: dict[str, Any], name: str) -> dict[str, Any]:
     """A table inside a config, empty if missing. CheckpointError if it is anything else."""
     value = _value(config, name, {})

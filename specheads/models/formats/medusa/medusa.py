@@ -58,6 +58,16 @@ def refuse_other_sizes(files: Files, config: dict[str, Any], base: PreTrainedMod
     check_sizes(files, {n: whole(config, n, getattr(own, n)) for n in ("hidden_size", "vocab_size")}, base)
 
 
+def refuse_other_counts(files: Files, config: dict[str, Any], counted: dict[str, int]) -> None:
+    """CheckpointError if a config has other numbers than its tensors. counted: key → number, of heads and of layers."""
+    heads, layers = (whole(config, name, number) for name, number in counted.items())
+    if [heads, layers] != [*counted.values()]:
+        raise CheckpointError(
+            f"{files}: its config says {heads} heads of {layers} layers, and its tensors make up "
+            f"{' of '.join(map(str, counted.values()))}"
+        )
+
+
 @dataclass(frozen=True)
 class Medusa(Format):
     """shares_layers: the reader uses one module for all layers of a head, so they must be equal."""
@@ -173,12 +183,7 @@ class VllmMedusa(Format):
         check_sizes(files, sizes, base)
         heads = count(files, "blocks.")
         layers = count(files, "blocks.0.layers.")
-        claimed = whole(config, "num_heads", heads), whole(config, "num_hidden_layers", layers)
-        if claimed != (heads, layers):
-            raise CheckpointError(
-                f"{files}: its config says {claimed[0]} heads of {claimed[1]} layers, and its tensors make up {heads} "
-                f"of {layers}"
-            )
+        refuse_other_counts(files, config, {"num_heads": heads, "num_hidden_layers": layers})
         if not flag(config, "medusa_fc_bias") and any(name.endswith(".bias") for name in names):
             raise CheckpointError(
                 f'{files}: it has biases, which vLLM drops unless its config says "medusa_fc_bias": true; write that '

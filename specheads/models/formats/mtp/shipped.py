@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.models.files import CONFIG, CheckpointError, read_header, read_table
-from specheads.models.formats.files import INDEX, Files, refuse_paths
+from specheads.models.formats.files import INDEX, Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.keys.config_table import table
 from specheads.models.formats.mtp.beside import BaseFiles
@@ -77,27 +76,22 @@ class ModuleFiles(Files):
 
     def __init__(self, files: Files, names: Collection[str]) -> None:
         super().__init__(files.source, files.hub, files.allow_pickle)
-        self._wanted = set(names)
+        self._names = set(names)
+
+    @property
+    def _wanted(self) -> Collection[str]:
+        return self._names
 
     @cached_property
     def shapes(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        paths = {self.weights} if self._index is None else {self._shards[self._index[name]] for name in self._wanted}
+        paths = {self.weights} if self._index is None else {self._shards[self._index[name]] for name in self._names}
         for path in paths:
             assert path is not None
-            found |= read_header(path, self._wanted)[0]
-        if missing := self._wanted - found.keys():
+            found |= read_header(path, self._names)[0]
+        if missing := self._names - found.keys():
             raise CheckpointError(f"{self} has no {min(missing)}, which its index names; copy it again")
         return dict(sorted(found.items()))
-
-    @cached_property
-    def _shards(self) -> dict[str, Path]:
-        assert self._index is not None and self.weights is not None
-        refuse_paths(self.weights, self._index, self._wanted)
-        found = {name: self.find(name) for name in sorted({self._index[name] for name in self._wanted})}
-        if missing := [name for name, path in found.items() if path is None]:
-            raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
-        return {name: path for name, path in found.items() if path is not None}
 
 
 class Shipped(Format):

@@ -116,7 +116,9 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
 
 def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
     """The Llama config of a head's decoder, with every size given explicitly."""
-    own = text_config(base)
+    own, biases = text_config(base), {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+    if not any(biases.values()):
+        biases = {}
     ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "model_type": "llama", "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
@@ -124,6 +126,6 @@ def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrain
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
         "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
         **positions.rope_keys(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
-        "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
+        "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors), **biases,
         **{name: value for name, value in ids.items() if value is not None},
     }  # fmt: skip

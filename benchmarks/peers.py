@@ -45,13 +45,14 @@ from typing import Any
 
 import live_memory
 import torch
+from accepted_length import mean_accepted_length
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specheads import SpecModel, chain
-from specheads.bench import decoders, environment, report
+from specheads.bench import environment, report
 from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
@@ -165,7 +166,7 @@ def accepted_length(folder: Path, options: argparse.Namespace, depth: int) -> fl
     model = SpecModel.from_pretrained(folder, base=base).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     prompts = prompt_batches.batches(tokenizer, held_out_prompts(tokenizer, options.num_prompts), model.device)
-    return decoders.accepted_length(model, prompts, max_new_tokens=64, do_sample=False, tree=chain(depth))
+    return mean_accepted_length(model, prompts, max_new_tokens=64, do_sample=False, tree=chain(depth))
 
 
 def main() -> int:

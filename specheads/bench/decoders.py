@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,15 +31,6 @@ from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with
 PARTS = ("prefill", "draft", "verify", "accept", "step", "other")  # of a call; step: a whole compiled step
-
-
-def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **options: Any) -> float:
-    """Mean tokens per step, without the prefill. options: of generate()."""
-    yielded = []
-    for batch in batches:
-        out: Any = model.generate(**batch, draft="head", return_dict_in_generate=True, **options)
-        yielded += [len(row) for step in out.steps[1:] for row in step.tokens if row]
-    return sum(yielded) / len(yielded)
 
 
 def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:

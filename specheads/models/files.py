@@ -23,8 +23,8 @@ from specheads.options import OptionError, Suggestion, listing, reason, shortene
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.yaml", "curves.png"  # of a run
-MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
-_MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers needs some 100,000
+MAX_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
+_MAX_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers needs some 100,000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "BOOL": torch.bool,
@@ -81,8 +81,8 @@ def _opened(path: Path | str) -> Iterator[Any]:
     try:
         with open(path, "rb") as raw:
             size = int.from_bytes(raw.read(8), "little")
-        if _MOST_HEADER < size <= Path(path).stat().st_size:
-            raise CheckpointError(f"{path} has a header of {size:,} bytes; a head's has at most {_MOST_HEADER:,}")
+        if _MAX_HEADER < size <= Path(path).stat().st_size:
+            raise CheckpointError(f"{path} has a header of {size:,} bytes; a head's has at most {_MAX_HEADER:,}")
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
@@ -139,7 +139,7 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
         )
 
 
-def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
+def read_table(path: Path, most: int | None = MAX_JSON) -> dict[str, Any] | None:
     """The JSON object in a file; None if it holds none. CheckpointError if it has more than `most` bytes.
 
     most: None (no limit) for files that we wrote ourselves."""
@@ -154,8 +154,8 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
 def parse_table(text: str | bytes, where: Any) -> dict[str, Any]:
     """The JSON object in a text; {} if it is another value. CheckpointError if it is no JSON, or too long."""
-    if len(text) > MOST_JSON:
-        raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; a head's has thousands")
+    if len(text) > MAX_JSON:
+        raise CheckpointError(f"{where} has a config of more than {MAX_JSON:,} bytes; a head's has thousands")
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:  # nested deeper than any config

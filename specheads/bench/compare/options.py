@@ -120,9 +120,9 @@ class BenchOptions:
     base: str | None = option(None, "Base model to use instead of the one the checkpoint names.")
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if str(one.type).startswith("tuple"):
-                object.__setattr__(self, one.name, _several(one.name, str(one.type), getattr(self, one.name)))
+        for field in fields(self):
+            if str(field.type).startswith("tuple"):
+                object.__setattr__(self, field.name, _several(field.name, str(field.type), getattr(self, field.name)))
         for name in ("prompt_tokens", "max_new_tokens"):
             object.__setattr__(self, name, str(getattr(self, name)))
         for name in ("record", "out"):
@@ -177,7 +177,7 @@ class BenchOptions:
         return {
             name: [str(v) if isinstance(v, Path) else v for v in value] if isinstance(value, tuple)
             else str(value) if isinstance(value, Path) else value
-            for name, value in ((one.name, getattr(self, one.name)) for one in fields(BenchOptions))
+            for name, value in ((field.name, getattr(self, field.name)) for field in fields(BenchOptions))
         }  # fmt: skip
 
     @classmethod
@@ -191,7 +191,7 @@ class BenchOptions:
             below = parse_file(Path(path))
             if not isinstance(below, dict):
                 raise RecipeError(f"{path} holds {below!r:.60}: expected a mapping with model, decoder and so on")
-        known = [[one.name for one in fields(kind)] for kind in (BenchOptions, cls)]
+        known = [[field.name for field in fields(kind)] for kind in (BenchOptions, cls)]
         for names, options in zip((below, values), known, strict=True):
             refuse_unknown(names, options, "option of bench")
         return cls(**{**below, **values})
@@ -203,7 +203,7 @@ def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) and kind in (int, float):
         value = [part.strip() for part in value.split(",")]
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return tuple(dict.fromkeys(_parse(name, one, kind) for one in values))
+    return tuple(dict.fromkeys(_parse(name, entry, kind) for entry in values))
 
 
 def _parse(name: str, value: Any, kind: type) -> Any:

@@ -51,8 +51,8 @@ def prompt_sets(options: BenchOptions, tokenizer: Any, held_out: list[str] | Non
     for name in options.task:
         task = load_task(name, tokenizer, count, run_code=options.run_code)
         prompts = [question.prompt for question in task.questions]
-        asked = [Conversation.from_text(one) if chat and isinstance(one, str) else one for one in prompts]
-        sets.append(replace(encode(name, [Prompt(one) for one in asked], tokenizer), task=task))
+        asked = [Conversation.from_text(prompt) if chat and isinstance(prompt, str) else prompt for prompt in prompts]
+        sets.append(replace(encode(name, [Prompt(prompt) for prompt in asked], tokenizer), task=task))
     return sets
 
 
@@ -67,8 +67,14 @@ def default_sets(
     sets = [encode(HELD_OUT, files, tokenizer), encode(THIRD_PARTY, packages, tokenizer, note)]
     if fewest is None:
         return sets
-    lengths = {one.name: draw_numbers(count, fewest, num_tokens, seed, f"lengths {one.name}") for one in sets}
-    return [replace(one, ids=[ids[:n] for ids, n in zip(one.ids, lengths[one.name], strict=True)]) for one in sets]
+    lengths = {
+        prompt_set.name: draw_numbers(count, fewest, num_tokens, seed, f"lengths {prompt_set.name}")
+        for prompt_set in sets
+    }
+    return [
+        replace(prompt_set, ids=[ids[:n] for ids, n in zip(prompt_set.ids, lengths[prompt_set.name], strict=True)])
+        for prompt_set in sets
+    ]
 
 
 def sets_from(

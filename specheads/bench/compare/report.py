@@ -57,8 +57,8 @@ def rows_of(
     each draft, by decoder; replayed: without the base's passes, so that speeds mean nothing and are left out."""
     rows = []
     for cell, measured in by_cell(rounds).items():
-        for name in dict.fromkeys(name for one in measured for name in one["decoders"]):
-            served = [one for one in measured if name in one["decoders"]]
+        for name in dict.fromkeys(name for round_ in measured for name in round_["decoders"]):
+            served = [round_ for round_ in measured if name in round_["decoders"]]
             row = figures(served, name, reference)
             exact, swi = exact_twin(name), None
             if row["reviews"] and name in (costs or {}):
@@ -91,7 +91,7 @@ def is_lossless(name: str) -> bool:
 def over(rounds: Sequence[Round], name: str, other: str) -> list[float] | None:
     """The speed over another decoder's in the same rounds, and the ends of its interval if it has one; None if that did
     not run."""
-    both = [one for one in rounds if other in one["decoders"]]
+    both = [round_ for round_ in rounds if other in round_["decoders"]]
     if not both:
         return None
     work, beside = work_of(both, name), work_of(both, other)
@@ -104,12 +104,12 @@ def tables(rows: Sequence[Row], *, wide: bool = True) -> Iterator[Table]:
 
     wide: False for the first columns of the speeds alone, which fit a terminal of 80 columns."""
     shown = len(COLUMNS) if wide else NARROW
-    for cell, own in by_cell(rows).items():
-        yield Table(f"{cell}: speed", *_without_empty(COLUMNS[:shown], [speed_cells(row)[:shown] for row in own]))
+    for cell, cell_rows in by_cell(rows).items():
+        yield Table(f"{cell}: speed", *_without_empty(COLUMNS[:shown], [speed_cells(row)[:shown] for row in cell_rows]))
     if not wide:
         return
-    for cell, own in by_cell(rows).items():
-        drafted = [row for row in own if (row["accepted_by_depth"] or [0])[0] > 0]
+    for cell, cell_rows in by_cell(rows).items():
+        drafted = [row for row in cell_rows if (row["accepted_by_depth"] or [0])[0] > 0]
         if cell.batch == min(row["batch"] for row in rows) and drafted:
             yield accepted_table(cell, drafted)
 
@@ -168,7 +168,7 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
 
 def position_range(start: str) -> str:
     """The range of output positions that begins at `start`, such as `64–127`."""
-    after = [one for one in POSITIONS if one > int(start)]
+    after = [position for position in POSITIONS if position > int(start)]
     return f"{start}–{after[0] - 1}" if after else f"{start} on"
 
 
@@ -201,9 +201,9 @@ def notes(record: dict[str, Any]) -> list[str]:
 def fastest_lossy(rows: Sequence[Row], share: float = 0.98) -> Iterator[str]:
     """For each cell and drafter with right answers under the exact rule: the fastest lossy rule with at least `share`
     of its accuracy."""
-    for cell, own in by_cell(rows).items():
-        for exact in own:
-            rules = [row for row in own if not row["lossless"] and exact_twin(row["decoder"]) == exact["decoder"]]
+    for cell, cell_rows in by_cell(rows).items():
+        for exact in cell_rows:
+            rules = [row for row in cell_rows if not row["lossless"] and exact_twin(row["decoder"]) == exact["decoder"]]
             if not rules or not exact["accuracy"]:
                 continue
             kept = [row for row in rules if row["over_exact"] and row["accuracy"] >= share * exact["accuracy"]]
@@ -238,7 +238,7 @@ def new_tokens(record: dict[str, Any]) -> str:
 
 def as_json(record: dict[str, Any]) -> str:
     """The record as JSON with one line per round, since indenting would give each of its many numbers a line."""
-    rounds = ",\n  ".join(json.dumps(one, allow_nan=False) for one in record["rounds"])
+    rounds = ",\n  ".join(json.dumps(round_, allow_nan=False) for round_ in record["rounds"])
     rest = json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1, allow_nan=False)
     return rest.removesuffix("\n}") + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
 
@@ -261,7 +261,7 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
 
 def legend(shown: Sequence[Table]) -> list[str]:
     """A line on each column of these tables that needs one."""
-    columns = {name for one in shown for name in one.columns}
+    columns = {name for table in shown for name in table.columns}
     return [line for column, line in LEGEND.items() if column in columns]
 
 

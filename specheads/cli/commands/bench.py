@@ -62,7 +62,7 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
     costs = cascade_costs(options.cost, setup, specs)
     held_out = shipped.held_out_names(Path(str(models.target.name_or_path)))
     sets = prompt_sets(options, models.tokenizer, held_out)
-    setup.longest = max(one.longest(most) for one in sets)
+    setup.longest = max(prompt_set.longest(most) for prompt_set in sets)
     where, floor = environment.environment(), measure_floor(models.target)
     try:
         versions = {name: version for peer in peers.values() for name, version in peer.ask("versions").items()}
@@ -78,7 +78,9 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
         "command": command, "environment": where, "peers": versions, **options.to_dict(),
         "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": most, "lowest_limit": fewest,
         "floor": floor.to_dict(), "costs": costs, "complete": outcome.complete,
-        "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
+        "prompt_sets": {
+            prompt_set.name: {"prompts": len(prompt_set.ids), "note": prompt_set.note} for prompt_set in sets
+        },
         "left_out": outcome.left_out, "rows": rows, "rounds": outcome.rounds,
     }  # fmt: skip
     files = report.write(options.out, record, plots=options.plots and options.record is None)
@@ -122,7 +124,11 @@ def load_engines(texts: Collection[str]) -> dict[str, tuple[Engine, Path]]:
 def cascade_costs(cost: str, setup: BenchSetup, specs: Mapping[str, DecoderSpec]) -> dict[str, list[float]]:
     """By decoder, the costs of a pass of the base and of each draft of its cascade, where they are known."""
     loaded = {text: spec.load(setup) for text, spec in specs.items() if isinstance(spec, Ours) and spec.k_matrix}
-    known = {text: costs_of(setup.models.target, one, cost) for text, one in loaded.items() if isinstance(one, Cascade)}
+    known = {
+        text: costs_of(setup.models.target, drafter, cost)
+        for text, drafter in loaded.items()
+        if isinstance(drafter, Cascade)
+    }
     return {text: costs for text, costs in known.items() if costs is not None}
 
 

@@ -37,12 +37,12 @@ def series(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]
                 if match := re.fullmatch(pattern, key):
                     curve = panels[panel].setdefault(label.format(*match.groups()), {})
                     curve[int(entry["step"])] = float(value)
-    return {panel: {name: sorted(points.items()) for name, points in found.items()} for panel, found in panels.items()}
+    return {panel: {name: sorted(points.items()) for name, points in lines.items()} for panel, lines in panels.items()}
 
 
 def draw(folder: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
     """Draw curves.png in `folder`; None if matplotlib is not installed, or nothing was logged."""
-    panels = {name: found for name, found in series(history).items() if found}
+    panels = {name: lines for name, lines in series(history).items() if lines}
     if not panels or importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib import colormaps

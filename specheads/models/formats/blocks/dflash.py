@@ -78,8 +78,8 @@ def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> 
     """The number of slots in a block: at the config's top level in older heads, in dflash_config in newer ones."""
     sizes = {whole(table, "block_size") for table in (config, inner) if table.get("block_size") is not None}
     if len(sizes) != 1:
-        said = f"block_size={sorted(sizes)}" if sizes else "no block_size"
-        raise CheckpointError(f"{files}: its config has {said}; expected one")
+        claim = f"block_size={sorted(sizes)}" if sizes else "no block_size"
+        raise CheckpointError(f"{files}: its config has {claim}; expected one")
     return sizes.pop()
 
 

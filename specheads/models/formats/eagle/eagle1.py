@@ -69,7 +69,7 @@ class Eagle(Format):
                 )
         return {**options, "fc_bias": biased, "taps": (text_config(base).num_hidden_layers,)}
 
-    def names(self, head: EagleConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: EagleConfig, stored: Collection[str] = ()) -> dict[str, str]:
         names = {"fc.weight": "fc.weight"} | ({"fc.bias": "fc.bias"} if head.fc_bias else {})
         for i in range(head.num_layers):
             names |= block_names(head, i, f"layers.{i}.")

@@ -222,16 +222,16 @@ def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
     parity gate) and by benchmarks/accepted_length.py (`decoded`).
     """
     folder = Path(str(checkpoint or ""))
-    found = results(folder) if checkpoint and folder.is_dir() else {}
+    metrics = results(folder) if checkpoint and folder.is_dir() else {}
     estimate = f"estimated by training on its held-out rows, a chain of {depth} from every position"
     decoded = "decoded at the end of its training, held-out prompts"
     known = [
         ("greedy", f"{estimate}: first choices that are the base's own", accepted_length(checkpoint)),
-        ("sampled, T = 1", f"{estimate}: overlap of the distributions", found.get("eval_accepted_length_sampled")),
-        ("greedy", f"{decoded}, a chain of {depth}", found.get("parity_measured")),
-        ("greedy", f"{decoded}, its default tree", found.get("parity_served")),
+        ("sampled, T = 1", f"{estimate}: overlap of the distributions", metrics.get("eval_accepted_length_sampled")),
+        ("greedy", f"{decoded}, a chain of {depth}", metrics.get("parity_measured")),
+        ("greedy", f"{decoded}, its default tree", metrics.get("parity_served")),
     ]
-    recorded = found.get("decoded")
+    recorded = metrics.get("decoded")
     for run in recorded if isinstance(recorded, list) else ():
         if not isinstance(run, dict) or not run.keys() >= _DECODED or not isinstance(run["temperature"], int | float):
             continue  # written by another program or a later version

@@ -77,9 +77,9 @@ def refusal(where: object, name: str, value: object, why: str | None = None) -> 
     )
 
 
-def _same(one: object, other: object) -> bool:
+def _same(first: object, other: object) -> bool:
     try:
-        return isinstance(one, bool) == isinstance(other, bool) and one == other
+        return isinstance(first, bool) == isinstance(other, bool) and first == other
     except RecursionError:  # nested deeper than any option
         return False
 

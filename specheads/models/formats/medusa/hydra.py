@@ -81,13 +81,14 @@ python -m hydra.inference.cli --model $folder_arg
         refuse_other_sizes(files, config, base)
         heads, layers = count(files, "hydra_mlp."), count(files, "hydra_mlp.0.")
         refuse_other_counts(files, config, {"hydra_num_heads": heads, "hydra_num_layers": layers})
-        own = text_config(base)
+        base_config = text_config(base)
         return {
             "num_heads": heads, "num_layers": layers, "prefix_layer": prefix,
-            "hidden_size": own.hidden_size, "vocab_size": own.vocab_size, "draft_vocab_size": own.vocab_size,
+            "hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size,
+            "draft_vocab_size": base_config.vocab_size,
         }  # fmt: skip
 
-    def names(self, head: HydraConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: HydraConfig, stored: Collection[str] = ()) -> dict[str, str]:
         names: dict[str, str] = {}
         for i in range(head.num_heads):
             for j in range(head.num_layers):

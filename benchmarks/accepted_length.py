@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,19 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads import SpecModel
-from specheads.bench import decoders
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import held_out_names
 from specheads.decoding.generation import prompt_batches
-from specheads.models.run_files import RESULTS, results
+from specheads.models.files import RESULTS, results
+
+
+def mean_accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **options: Any) -> float:
+    """Mean tokens per step, without the prefill. options: of generate()."""
+    yielded = []
+    for batch in batches:
+        out: Any = model.generate(**batch, draft="head", return_dict_in_generate=True, **options)
+        yielded += [len(row) for step in out.steps[1:] for row in step.tokens if row]
+    return sum(yielded) / len(yielded)
 
 
 def decoded(
@@ -35,9 +43,7 @@ def decoded(
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
-    length = decoders.accepted_length(
-        model, batches, max_new_tokens=new_tokens, eos_token_id=None, tree=tree, **sampling
-    )
+    length = mean_accepted_length(model, batches, max_new_tokens=new_tokens, eos_token_id=None, tree=tree, **sampling)
     return {
         "temperature": temperature, "tree": tree or "its default tree", "prompts": len(batches),
         "new_tokens": new_tokens, "accepted_length": round(length, 2),

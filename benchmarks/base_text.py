@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from specheads import generate_many
 from specheads.bench import environment, report
 from specheads.bench.figures.intervals import ratio_interval
-from specheads.bench.figures.repetition import repeated
+from specheads.bench.figures.samples import repeated
 from specheads.bench.prompts import held_out_prompts, package_prompts
 
 WINDOW, WINDOWS = 256, {"held-out files": 70, "third-party code": 200}

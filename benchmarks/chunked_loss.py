@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from live_memory import LiveMemory
 from torch import Tensor
 
 from specheads.bench import environment, report
-from specheads.bench.memory import LiveMemory
 from specheads.losses.chunked import Add, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES
 

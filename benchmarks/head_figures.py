@@ -13,7 +13,7 @@ from torch import Tensor
 from specheads.bench.prompts import held_out_prompts, package_prompts
 from specheads.files import replacing
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.training.resume import data_mark
+from specheads.training.distributed.resume import data_mark
 
 
 def prompts(tokenizer: Any, count: int) -> list[str]:

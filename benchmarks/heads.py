@@ -30,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bootstrap import crossed_interval
 from head_figures import accepted_length, marks, prompts, refuse_other_runs, shown, write
+from live_memory import LiveMemory
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as hf_logging
 
 import specheads
 from specheads import BestFirstTree, Collator, DynamicTree, SampledTree, chain
 from specheads.bench import decoders, environment, report
-from specheads.bench.figures.intervals import crossed_interval
-from specheads.bench.memory import LiveMemory
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding.generation import prompt_batches

@@ -244,7 +244,7 @@ def answer(found: dict[str, Any], path: Path) -> None:
 
 
 def live_memory(job: Job) -> Any:
-    """specheads.bench.memory.LiveMemory, loaded by path: it needs only torch, and not every side has specheads."""
+    """live_memory.LiveMemory, loaded by path: it needs only torch, and not every side has specheads."""
     spec = importlib.util.spec_from_file_location("memory", job["memory"])
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -43,14 +43,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import live_memory
 import torch
+from accepted_length import mean_accepted_length
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specheads import SpecModel, chain
-from specheads.bench import decoders, environment, memory, report
+from specheads.bench import environment, report
 from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
@@ -112,7 +114,7 @@ class Side:
         job = {
             "side": program, "head": head, "base": base, "batches": str(given), "out": str(out), "depth": DEPTHS[head],
             "draft_vocab_size": options.draft_vocab_size, "learning_rate": options.learning_rate, "seed": options.seed,
-            "threads": 1, "compile": variant == "compiled", "mixed": variant == "mixed", "memory": memory.__file__,
+            "threads": 1, "compile": variant == "compiled", "mixed": variant == "mixed", "memory": live_memory.__file__,
             "normed": "normed" in variant, "anchors": options.max_length // 8 if "anchored" in variant else None,
             "answer": str(self.answer),
         }  # fmt: skip
@@ -164,7 +166,7 @@ def accepted_length(folder: Path, options: argparse.Namespace, depth: int) -> fl
     model = SpecModel.from_pretrained(folder, base=base).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     prompts = prompt_batches.batches(tokenizer, held_out_prompts(tokenizer, options.num_prompts), model.device)
-    return decoders.accepted_length(model, prompts, max_new_tokens=64, do_sample=False, tree=chain(depth))
+    return mean_accepted_length(model, prompts, max_new_tokens=64, do_sample=False, tree=chain(depth))
 
 
 def main() -> int:

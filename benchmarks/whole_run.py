@@ -30,6 +30,7 @@ from typing import Any
 
 import peers
 import torch
+from bootstrap import crossed_interval
 from head_figures import accepted_length, marks, prompts, refuse_other_runs, shown, write
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +38,6 @@ from transformers.utils import logging as hf_logging
 
 from specheads import SpecModel, chain
 from specheads.bench import decoders, environment, report
-from specheads.bench.figures.intervals import crossed_interval
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding.generation import prompt_batches

@@ -266,7 +266,7 @@ def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
     assert needs_teacher and "for org/slow …" in needs_teacher[0]
 
 
-@pytest.mark.parametrize("command", ["generate {} --prompt a", "chat {}", "evaluate {}", "tune {}", "info {}",
+@pytest.mark.parametrize("command", ["generate {} --prompt a", "chat {}", "tune {}", "info {}",
                                      "export {} out --to vllm", "parity {} --data a.jsonl", "bench . -d {}",
                                      "bench {}"])  # fmt: skip
 def test_the_name_alone_of_a_shipped_head_is_answered_with_its_path(command, capsys, no_network):

@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from bootstrap import median_interval
+from live_memory import LiveMemory
 from torch import Tensor
 
-from specheads.bench.figures.intervals import median_interval
-from specheads.bench.memory import LiveMemory
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.compiled import CompiledSteps
 from specheads.decoding.drafters import Drafter

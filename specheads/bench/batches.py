@@ -75,14 +75,18 @@ def join_outputs(outputs: Sequence[Output]) -> Output:
 
 def live_rows(conversations: Sequence[Conversation | None], turn: int) -> list[int]:
     """The rows whose conversation has this turn, counted from 0."""
-    return [i for i, one in enumerate(conversations) if turn < (1 if one is None else one.num_turns)]
+    return [
+        i
+        for i, conversation in enumerate(conversations)
+        if turn < (1 if conversation is None else conversation.num_turns)
+    ]
 
 
 def texts_of(batch: dict[str, Any]) -> list[int]:
     """The row of each text that a batch gives: the first turns of all rows, then the second ones of those that have
     one, and so on."""
     conversations = batch.get(CONVERSATIONS) or [None] * len(batch["input_ids"])
-    most = max(1 if one is None else one.num_turns for one in conversations)
+    most = max(1 if conversation is None else conversation.num_turns for conversation in conversations)
     return [row for turn in range(most) for row in live_rows(conversations, turn)]
 
 

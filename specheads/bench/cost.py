@@ -41,13 +41,13 @@ def published(cost_model: str, names: Sequence[str | None]) -> list[float]:
 
 def _cost(cost_model: str, name: str) -> float:
     table, parts = COST_MODELS[cost_model], f"-{re.sub('[/_. ]', '-', name.lower())}-"
-    found = [key for key in table if f"-{key}-" in parts]
-    if len(found) != 1:
-        told = f"knows no model {name!r}" if not found else f"finds {' and '.join(found)} in the name {name!r}"
+    matches = [key for key in table if f"-{key}-" in parts]
+    if len(matches) != 1:
+        problem = f"knows no model {name!r}" if not matches else f"finds {' and '.join(matches)} in the name {name!r}"
         raise ValueError(
-            f"the cost model {cost_model!r} {told}; it goes by {', '.join(table)}. measured() times any model"
+            f"the cost model {cost_model!r} {problem}; it goes by {', '.join(table)}. measured() times any model"
         )
-    return table[found[0]]
+    return table[matches[0]]
 
 
 def measured(
@@ -61,13 +61,13 @@ def measured(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     passes = [None if model is None else _one_pass(model, num_tokens, length, clock) for model in models]
-    for one in passes:
-        if one is not None:
-            one()  # warms up
+    for run in passes:
+        if run is not None:
+            run()  # warms up
     taken: list[list[float]] = [[] for _ in models]
     for _ in range(repeats):
-        for times, one in zip(taken, passes, strict=True):
-            times.append(0.0 if one is None else one())
+        for times, run in zip(taken, passes, strict=True):
+            times.append(0.0 if run is None else run())
     return [median(times) for times in taken]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -34,22 +33,13 @@ REFERENCE = "transformers generate"  # what the others are compared with
 PARTS = ("prefill", "draft", "verify", "accept", "step", "other")  # of a call; step: a whole compiled step
 
 
-def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **options: Any) -> float:
-    """Mean tokens per step, without the prefill. options: of generate()."""
-    yielded = []
-    for batch in batches:
-        out: Any = model.generate(**batch, draft="head", return_dict_in_generate=True, **options)
-        yielded += [len(row) for step in out.steps[1:] for row in step.tokens if row]
-    return sum(yielded) / len(yielded)
-
-
 def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:
     """base.generate(), greedy by default. options: its arguments, such as prompt_lookup_num_tokens=… or do_sample=True.
 
     The seed of a batch's first row seeds torch's global generator, from which all rows are sampled."""
-    given: dict[str, Any] = {"do_sample": False, **options}
-    if not given.get("stop_strings", True):
-        del given["stop_strings"]  # transformers asks for a tokenizer even if there are none
+    arguments: dict[str, Any] = {"do_sample": False, **options}
+    if not arguments.get("stop_strings", True):
+        del arguments["stop_strings"]  # transformers asks for a tokenizer even if there are none
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
         inputs, limits, seeds = take_row_options(batch, max_new_tokens)
@@ -57,7 +47,7 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
             torch.manual_seed(seeds[0])
         with torch.no_grad():
             # The batch runs until its longest text ends, like any batch that is not refilled.
-            out = cast(Any, base).generate(**inputs, max_new_tokens=max(limits), streamer=watch, **given)
+            out = cast(Any, base).generate(**inputs, max_new_tokens=max(limits), streamer=watch, **arguments)
         return Output(cut(new_tokens(base, inputs, out), limits))
 
     return run
@@ -80,8 +70,8 @@ def transformers_static(
         if rows not in caches:
             caches[rows] = StaticCache(config=base.config, max_cache_len=longest + max_new_tokens)
         caches[rows].reset()
-        given = {**options, cache_argument(base): caches[rows], "compile_config": compiling}
-        return transformers_generate(base, max_new_tokens, **given)(batch, watch)
+        arguments = {**options, cache_argument(base): caches[rows], "compile_config": compiling}
+        return transformers_generate(base, max_new_tokens, **arguments)(batch, watch)
 
     return run
 
@@ -117,9 +107,9 @@ def specheads_generate(
     text depends only on its own seed.
     """
     base = model.base if isinstance(model, SpecModel) else model
-    own = model.head if isinstance(model, SpecModel) else None
+    head = model.head if isinstance(model, SpecModel) else None
     options = {"do_sample": False, "tree": plan, "accept": accept, **options}
-    named: dict[str, Any] = {"draft": own if draft is True else (draft or None)}
+    named: dict[str, Any] = {"draft": head if draft is True else (draft or None)}
     call: Any = partial(generate, base, **named)
     call_many: Any = partial(generate_many, base, **named)
     if isinstance(draft, str):
@@ -127,8 +117,8 @@ def specheads_generate(
         call, call_many = partial(model.generate, draft=draft), partial(model.generate_many, draft=draft)
 
     def whole(batch: dict[str, Any], limit: int, watch: Any, seeds: list[int] | None) -> Output:
-        given = {**options, "max_new_tokens": limit, "streamer": watch, "seed": seeds}
-        out = call(**batch, return_dict_in_generate=True, **given)
+        arguments = {**options, "max_new_tokens": limit, "streamer": watch, "seed": seeds}
+        out = call(**batch, return_dict_in_generate=True, **arguments)
         assert isinstance(out, SpecGenerateOutput | SpecSeq2SeqOutput) and out.steps is not None
         numbers = range(len(batch["input_ids"]))
         gains = [[len(step.tokens[row]) for step in out.steps if step.tokens[row]] for row in numbers]
@@ -142,11 +132,11 @@ def specheads_generate(
     def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer, seeds: list[int] | None) -> Output:
         rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
         prompts = [ids[mask.bool()].tolist() for ids, mask in rows]
-        given = {**options, "max_new_tokens": limits, "seed": seeds}
-        results = call_many(prompts, batch_size=batch_size or len(prompts), **given)
-        gains = [[len(step.tokens[0]) for step in one.steps] for one in results]
-        accepted = [[step.accepted[0] for step in one.steps] for one in results]
-        tokens = [one.tokens for one in results]
+        arguments = {**options, "max_new_tokens": limits, "seed": seeds}
+        results = call_many(prompts, batch_size=batch_size or len(prompts), **arguments)
+        gains = [[len(step.tokens[0]) for step in result.steps] for result in results]
+        accepted = [[step.accepted[0] for step in result.steps] for result in results]
+        tokens = [result.tokens for result in results]
         return Output(tokens, {"steps": parts.steps} | counts(gains), gains, accepted=accepted)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:

@@ -25,9 +25,9 @@ QUESTIONS = ("prompt", "question", "problem", "text")  # keys of a row's questio
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text or conversation, and its category, as given by its file or package."""
+    """A text, its token ids or a conversation, and its category, as given by its file or package."""
 
-    asked: str | Conversation
+    asked: str | list[int] | Conversation
     category: str | None = None
 
 
@@ -50,11 +50,11 @@ def package_prompts(
     pieces: dict[str, list[str]] = {}
     missing = []
     for name in packages:
-        found = importlib.util.find_spec(name)
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
             missing.append(name)
             continue
-        files = sorted(Path(found.submodule_search_locations[0]).rglob("*.py"))
+        files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
         pieces[name] = _pieces(tokenizer, filter(None, map(corpus.read_text, files)), num_tokens)
     total = sum(map(len, pieces.values()))
     if total < count:
@@ -92,11 +92,6 @@ def spaced_indices(size: int, count: int | None) -> list[int]:
     """At most `count` of the indices below `size`, evenly spaced. None: all."""
     count = size if count is None else min(count, size)
     return [i * size // count for i in range(count)]
-
-
-def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:
-    """The prompts of read_prompts, without categories."""
-    return [prompt.asked for prompt in read_prompts(path, count, chat=chat)]
 
 
 def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) -> list[Prompt]:
@@ -161,9 +156,9 @@ def _asked(value: Any) -> str | Conversation:
         return conversation
     if isinstance(value, dict) and value.get("turns") is not None and value.get("prompt") is None:
         turns = value["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(one, str) and one for one in turns):
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             raise ValueError(f"turns={turns!r:.80}: expected a list of the user's questions")
-        return Conversation.from_messages([{"role": "user", "content": one} for one in turns])
+        return Conversation.from_messages([{"role": "user", "content": turn} for turn in turns])
     if isinstance(value, dict):
         value = next((value[name] for name in QUESTIONS if value.get(name) is not None), None)
     if not isinstance(value, str) or not value:

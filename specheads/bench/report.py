@@ -52,22 +52,6 @@ def format_figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def part_cells(name: str, row: dict[str, Any]) -> list[str]:
-    """One decoder's line of the table for new and repeated text, in the order of PART_COLUMNS."""
-    line = [name]
-    for kind in ("unrepeated", "repeated"):
-        part = (row["by_text"] or {}).get(kind)
-        if part is None:
-            line += ["–"] * 3
-            continue
-        ratio = "–" if part["speed_up"] is None else f"{part['speed_up']:.2f}×"
-        line += [f"{part['tokens_per_second']:.1f}", ratio, format_figure(part["accepted_length"])]
-    return line
-
-
-PART_COLUMNS = ("decoder", "new: tok/s", "speed-up", "accepted", "repeated: tok/s", "speed-up", "accepted")
-
-
 def markdown(columns: tuple[str, ...], rows: list[list[str]]) -> str:
     lines = [columns, tuple("---:" if i else "---" for i in range(len(columns))), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

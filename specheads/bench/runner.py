@@ -88,13 +88,13 @@ class Race:
 
     def differing(self, name: str, reference: str) -> list[tuple[int, int, int]]:
         """(prompt batch, row, token) of the first difference of each pair of texts that differ in any repeat."""
-        found = set()
-        for own, other in zip(self.runs[name], self.runs[reference], strict=True):
-            for i, (mine, theirs) in enumerate(zip(own, other, strict=True)):
-                for row, (a, b) in enumerate(zip(mine.output.tokens, theirs.output.tokens, strict=True)):
+        places = set()
+        for repeat, other in zip(self.runs[name], self.runs[reference], strict=True):
+            for i, (run, reference_run) in enumerate(zip(repeat, other, strict=True)):
+                for row, (a, b) in enumerate(zip(run.output.tokens, reference_run.output.tokens, strict=True)):
                     if (token := first_difference(a, b)) is not None:
-                        found.add((i, row, token))
-        return sorted(found)
+                        places.add((i, row, token))
+        return sorted(places)
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:

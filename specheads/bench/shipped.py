@@ -37,8 +37,8 @@ def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, A
 
 def names_in(folder: Path | None) -> list[str]:
     """The names by which `bench` knows the heads and draft models in a folder; [] for None."""
-    found = [] if folder is None else sorted(path.parent.name for path in folder.glob("*/config.json"))
-    return [name for name in found if name != "base"]
+    names = [] if folder is None else sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return [name for name in names if name != "base"]
 
 
 def held_out_names(base: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from specheads.cli.complete import complete_recipe
 from specheads.cli.errors import Stopped
 
 DEBUG = "SPECHEADS_DEBUG"
@@ -67,11 +68,14 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     """Make a command of a dataclass whose fields are made by `specheads.options.option` and `argument`.
 
     work: "module:function" in specheads.cli. The function takes the options and returns the exit code, None for 0.
+    Options with a classmethod read() are made by it, from what was typed: other values may come from a recipe.
     """
     module, _, function = work.partition(":")
+    read = getattr(options, "read", None)
 
-    def invoke(**values: Any) -> None:
-        request = options(**values)  # refuses what does not fit before torch is imported
+    def invoke(context: typer.Context, **values: Any) -> None:
+        typed = {name: value for name, value in values.items() if _is_typed(context, name)}
+        request = options(**values) if read is None else read(typed)  # refuses what does not fit; torch comes after it
         if code := getattr(importlib.import_module(f"specheads.cli.{module}"), function)(request):
             raise typer.Exit(code)
 
@@ -79,21 +83,34 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     known = {field.name: field for field in fields(options)}
     # Its own before those that it shares with other commands.
     names = [name for kind in options.__mro__ for name in vars(kind).get("__annotations__", ()) if name in known]
-    parameters = [_parameter(known[name], hints[name]) for name in dict.fromkeys(names)]
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters += [_parameter(known[name], hints[name]) for name in dict.fromkeys(names)]
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     invoke.__doc__ = options.__doc__
     app.command(name, cls=command)(invoke)
 
 
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
-    """The parameter from which Typer makes an argument or option."""
+    """The parameter from which Typer makes an argument or option. Of a tuple it is repeatable, or of numbers a text
+    such as 1,4."""
     declared = dict(field.metadata)
     flags = declared.pop("flags", ())
+    if recipes := declared.pop("recipes", None):
+        declared["autocompletion"] = complete_recipe(recipes)
     if kind is bool and not flags:
         flags = (f"--{field.name.replace('_', '-')}",)  # Typer would add --no-…
-    make: Callable[..., Any] = typer.Argument if declared.pop("positional", False) else typer.Option
     default = inspect.Parameter.empty if field.default is MISSING else field.default
+    if isinstance(default, tuple):
+        numbers = kind in (tuple[int, ...], tuple[float, ...])
+        default = ",".join(f"{value:g}" for value in default) if numbers else None
+        kind = str if numbers else list[kind.__args__[0]] | None
+    make: Callable[..., Any] = typer.Argument if declared.pop("positional", False) else typer.Option
     annotation = Annotated[kind, make(*flags, **declared)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -158,8 +175,7 @@ def root(
       specheads curves runs/a runs/b --out compare.png
       specheads generate out/head --prompt "def fibonacci(n):" --color-depth
       specheads chat out/head
-      specheads evaluate out/head --num-prompts 8
-      specheads bench out/head --batch 1 --temperature 0
+      specheads bench out/head -d plain -d head --batch 1 --temperature 0 --num-prompts 8
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model
     """

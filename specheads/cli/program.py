@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads.cli.app import DEBUG, OFF, Command, add_command, app, flags
-from specheads.cli.commands import bench_options
+from specheads.cli.app import DEBUG, OFF, add_command, app, flags
 from specheads.cli.errors import Stopped, listen, report, say, say_stopped, usage_error
 from specheads.cli.options.checkpoints import DoctorOptions, ExportOptions, ImportOptions, InfoOptions
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
-from specheads.cli.options.measure import CalibrateOptions, EvaluateOptions, ParityOptions, TuneOptions
+from specheads.cli.options.measure import BenchCommand, CalibrateOptions, ParityOptions, TuneOptions
 from specheads.cli.options.training import CurvesOptions, DemoOptions, FeaturesOptions, RecipesOptions, TrainOptions
 from specheads.cli.script import RecipeCommand
 
@@ -30,8 +29,7 @@ add_command("calibrate", CalibrateOptions, "commands.calibration:find_tree")
 add_command("generate", GenerateOptions, "commands.generate:run")
 add_command("chat", ChatOptions, "chat.console:run")
 add_command("tune", TuneOptions, "commands.tune:run")
-add_command("evaluate", EvaluateOptions, "commands.evaluate:run")
-app.command("bench", cls=Command)(bench_options.bench)
+add_command("bench", BenchCommand, "commands.bench:run")
 add_command("export", ExportOptions, "commands.formats:export")
 add_command("import", ImportOptions, "commands.formats:import_head")
 

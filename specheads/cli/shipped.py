@@ -46,18 +46,18 @@ def shipped_recipe(name: str) -> Path:
     return recipes_dir() / f"{name}.yaml"
 
 
-def find_recipe(given: str, kind: Kind) -> Path:
+def find_recipe(recipe: str, kind: Kind) -> Path:
     """The file that RECIPE on a command line means: a path, else the name of a shipped recipe of this kind.
 
     ValueError, with the nearest name, if it is neither.
     """
-    if Path(given).is_file():
-        return Path(given)
-    if given in recipe_names(kind):
-        return shipped_recipe(given)
-    if given in recipe_names():
-        raise ValueError(f"the shipped recipe {given!r} is for {USES[kind_of(given)]}")
-    raise ValueError(f"{given} is neither a file nor a shipped recipe; {_nearest(given, recipe_names(kind))}")
+    if Path(recipe).is_file():
+        return Path(recipe)
+    if recipe in recipe_names(kind):
+        return shipped_recipe(recipe)
+    if recipe in recipe_names():
+        raise ValueError(f"the shipped recipe {recipe!r} is for {USES[kind_of(recipe)]}")
+    raise ValueError(f"{recipe} is neither a file nor a shipped recipe; {_nearest(recipe, recipe_names(kind))}")
 
 
 def summary(name: str) -> str:
@@ -70,9 +70,9 @@ def summary(name: str) -> str:
     return re.split(r"\.\s", " ".join(comment))[0].rstrip(".")
 
 
-def _nearest(given: str, names: list[str]) -> str:
+def _nearest(recipe: str, names: list[str]) -> str:
     """A hint with the nearest name. recipes/eagle3.yaml, as in the README, is a path only in a clone."""
-    name = given.removeprefix("recipes/").removesuffix(".yaml")
+    name = recipe.removeprefix("recipes/").removesuffix(".yaml")
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"shipped: {', '.join(names)}"
     return f"{hint} (`specheads recipes` lists them)"

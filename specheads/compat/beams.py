@@ -96,8 +96,8 @@ def beam_search_generate(
         do_sample=False, early_stopping="never", eos_token_id=ends or [-1], pad_token_id=0,
         return_dict_in_generate=False, **{**NEUTRAL, "num_beams": num_beams, "stop_strings": None},
     )  # fmt: skip
-    found = out[0, start:].tolist()
-    text = found[: next((index + 1 for index, token in enumerate(found) if token in ends), len(found))]
+    generated = out[0, start:].tolist()
+    text = generated[: next((index + 1 for index, token in enumerate(generated) if token in ends), len(generated))]
     if printer:
         printer.close(text)
     return out[0, :start].tolist() + text if apart else text

@@ -253,16 +253,16 @@ def _replay(
 ) -> tuple[Tensor, int]:
     """input_ids (1, T) followed by the recorded text, and the target's number of reviews. ValueError for a prompt that
     was not recorded."""
-    given, prompt = input_ids[0].tolist(), checked_row("initial_input", initial_input)[0].tolist()
+    begin, prompt = input_ids[0].tolist(), checked_row("initial_input", initial_input)[0].tolist()
     text = target.text(prompt)
-    if text[: len(given)] != given:
+    if text[: len(begin)] != begin:
         raise ValueError(f"the text recorded for this prompt begins with {text[:4]}…, not with the ids given")
-    output = text[len(given) :][:max_length]
+    output = text[len(begin) :][:max_length]
     if not output:
         return input_ids, 0
-    start = given[0] if isinstance(target, CSDraftingEncoderDecoderModel) else None
-    if start is not None and len(given) > 1:
-        raise ValueError(f"a recorded encoder-decoder begins with its start token alone, not {len(given)} ids")
+    start = begin[0] if isinstance(target, CSDraftingEncoderDecoderModel) else None
+    if start is not None and len(begin) > 1:
+        raise ValueError(f"a recorded encoder-decoder begins with its start token alone, not {len(begin)} ids")
     models = [draft.small for draft in cascade.drafts if isinstance(draft, DraftModel)]
     size = vocabulary_size(models[0]) if models else target.vocab_size
     device = models[0].device if models else input_ids.device

@@ -107,11 +107,11 @@ class StepPrinter(BaseStreamer):
         if self.counts is None or not number:
             self.printer.line(f"token {number}:", (tokens, OWN))
             return
-        own = tokens[accepted:]
+        target_tokens = tokens[accepted:]
         # If the text ends at a draft, later drafts were not judged.
-        rejected = draft[accepted:] if own else []
+        rejected = draft[accepted:] if target_tokens else []
         head = f"{min(accepted, len(tokens))} of {len(draft)} drafts accepted, from token {number}:"
-        self.printer.line(head, (tokens[:accepted], ACCEPTED), (rejected, REJECTED), (own, OWN))
+        self.printer.line(head, (tokens[:accepted], ACCEPTED), (rejected, REJECTED), (target_tokens, OWN))
 
     def end(self) -> None:
         self.printer.close(self.text)
@@ -131,14 +131,14 @@ class BeamPrinter(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if input_ids.shape[1] == self.start:
             self.sums = {tuple(input_ids[0].tolist()): 0.0}
-        found: dict[tuple[int, ...], float] = {}
-        for row, own in zip(map(tuple, input_ids.tolist()), scores, strict=True):
+        sums: dict[tuple[int, ...], float] = {}
+        for row, row_scores in zip(map(tuple, input_ids.tolist()), scores, strict=True):
             if row in self.sums and (len(row) == self.start or row[-1] not in self.printer.ends):
-                for token in torch.isfinite(own).nonzero().flatten().tolist():
-                    found[*row, token] = self.sums[row] + float(own[token])
-        self.sums, length = found, input_ids.shape[1] - self.start + 1
+                for token in torch.isfinite(row_scores).nonzero().flatten().tolist():
+                    sums[*row, token] = self.sums[row] + float(row_scores[token])
+        self.sums, length = sums, input_ids.shape[1] - self.start + 1
         self.printer.line(f"candidates for token {length - 1}:")
-        for number, (row, total) in enumerate(sorted(found.items(), key=lambda one: -one[1]), 1):
+        for number, (row, total) in enumerate(sorted(sums.items(), key=lambda pair: -pair[1]), 1):
             *before, last = row[self.start :]
             self.printer.line(f"{number:3}. {total / self.penalty(length):.3f}", (before, ""), ([last], OWN))
         return scores

@@ -176,17 +176,17 @@ def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
         rest["accept"] = fuzzy_from(**fuzzy)
     config = call.get("generation_config")
     if "assistant_model" in drafts:
-        given = {name: lengths.get(name, getattr(config, name, None)) for name in LENGTHS}
+        settings = {name: lengths.get(name, getattr(config, name, None)) for name in LENGTHS}
         small, tokenizer = drafts["assistant_model"], rest.get("tokenizer")
         if own_tokenizer is not None and tokenizer is None:
             raise ValueError("assistant_tokenizer= also needs tokenizer=, that of the model itself")
-        options = AssistantOptions.of(small, {name: value for name, value in given.items() if value is not None})
+        options = AssistantOptions.of(small, {name: value for name, value in settings.items() if value is not None})
         texts = {"tokenizer": own_tokenizer, "target_tokenizer": tokenizer} if own_tokenizer is not None else {}
         rest["draft"] = Assistant(small, options, **texts)
     elif "prompt_lookup_num_tokens" in drafts:
         longest = longest or getattr(config, "max_matching_ngram_size", None)
-        found = {"max_ngram": longest} if longest else {}
-        rest["draft"] = PromptLookup(drafts["prompt_lookup_num_tokens"], **found)
+        limit = {"max_ngram": longest} if longest else {}
+        rest["draft"] = PromptLookup(drafts["prompt_lookup_num_tokens"], **limit)
     else:
         rest |= drafts
     return rest

@@ -54,39 +54,41 @@ def room_for(model: PreTrainedModel, prompt_length: int, max_gen_len: int) -> in
     return min(max_gen_len, longest - (1 if apart else prompt_length))
 
 
-def checked_model(name: str, given: Any) -> PreTrainedModel:
+def checked_model(name: str, value: Any) -> PreTrainedModel:
     """The Hugging Face model given as `name`. TypeError for anything else."""
     try:
-        return unwrapped(given)
+        return unwrapped(value)
     except TypeError:
         raise TypeError(
-            f"{name}={shown(given)} must be a model: {name}=AutoModelForCausalLM.from_pretrained(...)"
+            f"{name}={shown(value)} must be a model: {name}=AutoModelForCausalLM.from_pretrained(...)"
         ) from None
 
 
-def checked_ids(name: str, given: Any) -> list[int]:
+def checked_ids(name: str, value: Any) -> list[int]:
     """A prompt given as a list of ids, or a tensor of one dimension. TypeError or ValueError for anything else."""
-    ids = given.tolist() if isinstance(given, Tensor) and given.dim() == 1 else given
-    if not isinstance(ids, list | tuple) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+    ids = value.tolist() if isinstance(value, Tensor) and value.dim() == 1 else value
+    if not isinstance(ids, list | tuple) or not all(
+        isinstance(token, int) and not isinstance(token, bool) for token in ids
+    ):
+        what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
         raise TypeError(f"{name} must be a list of ids, such as tokenizer(text).input_ids, not {what}")
     if not ids:
         raise ValueError(f"{name}=[] has nothing to continue; give at least one id (such as the BOS token)")
     return list(ids)
 
 
-def checked_row(name: str, given: Any) -> Tensor:
+def checked_row(name: str, value: Any) -> Tensor:
     """A prompt given as a tensor (1, T). TypeError for anything else."""
-    if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != 1:
-        what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+    if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != 1:
+        what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
         raise TypeError(
             f"{name} must be a tensor (1, T), such as tokenizer(text, return_tensors='pt').input_ids, not {what}"
         )
-    return given
+    return value
 
 
-def checked_id(name: str, given: Any) -> int:
+def checked_id(name: str, value: Any) -> int:
     """A token id given as `name`. TypeError for anything else."""
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(f"{name}={shown(given)} must be the id of a token, or None for none")
-    return given
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={shown(value)} must be the id of a token, or None for none")
+    return value

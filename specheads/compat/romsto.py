@@ -118,15 +118,15 @@ def ngram_assisted_speculative_generate(
         gamma, storage=ngramstorage, filler_top_k=max(1, filler_top_k), stop_if_unknown=stop_if_unknown,
         reset_between=False,
     )  # fmt: skip
-    found, rate = _generate(
+    generated, rate = _generate(
         inputs, target, max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id), drafter=drafter,
         debug=debug, tokenizer=tokenizer,
     )  # fmt: skip
     prompt = checked_ids("inputs", inputs)
     if target.config.is_encoder_decoder and not drafter.learned:
         ngramstorage.initialize(prompt)
-    ngramstorage.initialize(found if target.config.is_encoder_decoder else prompt + found, drafter.learned)
-    return found, rate
+    ngramstorage.initialize(generated if target.config.is_encoder_decoder else prompt + generated, drafter.learned)
+    return generated, rate
 
 
 class _Learner(NGram):
@@ -149,11 +149,11 @@ def end_tokens(eos_tokens_id: Any, end_tokens_id: Any) -> list[int]:
     """The end tokens given under either name (eos_tokens_id defaults to 1). TypeError or ValueError unless ids."""
     if end_tokens_id is not None and eos_tokens_id not in (1, end_tokens_id):
         raise ValueError("eos_tokens_id and end_tokens_id are two names of one option, and differ: give one of them")
-    name, given = ("eos_tokens_id", eos_tokens_id) if end_tokens_id is None else ("end_tokens_id", end_tokens_id)
-    ids = list(given) if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+    name, value = ("eos_tokens_id", eos_tokens_id) if end_tokens_id is None else ("end_tokens_id", end_tokens_id)
+    ids = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise TypeError(
-            f"{name}={shown(given)} must be an id or a list of ids, such as tokenizer.eos_token_id; [] for none"
+            f"{name}={shown(value)} must be an id or a list of ids, such as tokenizer.eos_token_id; [] for none"
         )
     return ids
 
@@ -179,8 +179,8 @@ def _generate(
         do_sample=processor.do_sample, draft=drafter, tree=tree, accept=counts, eos_token_id=ends, pad_token_id=0,
         streamer=shown_steps,
     )  # fmt: skip
-    found = out.sequences[0].tolist()
-    return found if target.config.is_encoder_decoder else found[len(ids) :], counts.rate
+    generated = out.sequences[0].tolist()
+    return generated if target.config.is_encoder_decoder else generated[len(ids) :], counts.rate
 
 
 def _checked(processor: Any) -> LogitsProcessor:
@@ -210,8 +210,8 @@ class NGramStorage(ngram.NGramStorage):
 
     def update(self, context: Ids, tokens: Ids) -> None:
         """Count tokens (B, K) as following the rows (B, T); or both as lists."""
-        for row, own in zip(rows_of(context), rows_of(tokens), strict=True):
-            super().update(row, own)
+        for row, following in zip(rows_of(context), rows_of(tokens), strict=True):
+            super().update(row, following)
 
     def next_token(self, context: Ids, level: int | None = None) -> Any:
         """Rows (B, T) → next tokens (B,) and whether each is known (B,); for a list, a token and a bool."""
@@ -225,9 +225,9 @@ class NGramStorage(ngram.NGramStorage):
         """Has the last id of `gram` been counted after the ids before it, or after the last few of them?"""
         (row,) = rows_of(gram)
         return len(row) >= min(self.levels) + 1 and any(
-            row[-1] in found.counts
+            row[-1] in known.counts
             for level in self.levels
-            if (found := self._known[level].get(tuple(row[:-1][-level:]))) is not None
+            if (known := self._known[level].get(tuple(row[:-1][-level:]))) is not None
         )
 
 

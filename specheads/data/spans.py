@@ -163,10 +163,10 @@ class _Chat:
     def _written(self, count: int, generation_prompt: bool = False) -> _Written:
         """The first `count` messages."""
         text = self.template.text(self.messages[:count], generation_prompt=generation_prompt)
-        found = list(self._split.finditer(text))
-        names = [self._numbers[match[0]] for match in found]
+        matches = list(self._split.finditer(text))
+        names = [self._numbers[match[0]] for match in matches]
         at = {-1: 0}
-        for before, (name, match) in enumerate(zip(names, found, strict=True)):
+        for before, (name, match) in enumerate(zip(names, matches, strict=True)):
             if names.count(name) == 1 or (name % 2 and name not in at):  # a call's name is repeated beside its result
                 at[name] = match.start() - before
         return _Written(self._split.sub("", text), at)
@@ -191,20 +191,20 @@ class _Chat:
 def _with_marker(text: str, marker: str) -> str:
     """The text with the marker in front of its last tag, command or character; the text itself if it is blank."""
     bare = text.rstrip()
-    if (found := _LAST_UNIT.search(bare[-_LONGEST_UNIT:])) is None:
+    if (match := _LAST_UNIT.search(bare[-_LONGEST_UNIT:])) is None:
         return text
-    position = max(0, len(bare) - _LONGEST_UNIT) + found.start()
+    position = max(0, len(bare) - _LONGEST_UNIT) + match.start()
     return text[:position] + marker + text[position:]
 
 
-def _last_common(one: _Written, other: _Written, below: int) -> int:
+def _last_common(first: _Written, other: _Written, below: int) -> int:
     """The last marker under `below` that both texts have."""
-    return max(marker for marker in one.at.keys() & other.at.keys() if marker < below)
+    return max(marker for marker in first.at.keys() & other.at.keys() if marker < below)
 
 
-def _shared(one: _Written, other: _Written, marker: int) -> tuple[int, bool]:
+def _shared(first: _Written, other: _Written, marker: int) -> tuple[int, bool]:
     """How many characters after the marker both texts share, and whether these are all that the first has."""
-    a, b = one.after(marker), other.after(marker)
+    a, b = first.after(marker), other.after(marker)
     shared = _shared_length(a, b)
     return shared, shared == len(a)
 

@@ -14,29 +14,29 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from specheads.options import shown
 
-MOST_LAYERS = 64  # layers, or depths with a head each
+MAX_LAYERS = 64  # layers, or depths with a head each
 DEEPEST = 1024  # tokens of one draft
-MOST_NODES = 1024  # of a default static tree, and ranks at a node
-MOST_POSITIONS = 2**27  # of a text
-MOST_LISTED = 64  # entries of a list, such as tapped layers
-_MOST_TABLES = 8  # tables and lists within one another
+MAX_NODES = 1024  # of a default static tree, and ranks at a node
+MAX_POSITIONS = 2**27  # of a text
+MAX_LISTED = 64  # entries of a list, such as tapped layers
+_MAX_TABLES = 8  # tables and lists within one another
 _ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks against the base's layers
 # Option → (least, greatest) value.
 BOUNDS: dict[str, tuple[float, float]] = {
     "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "draft_vocab_size": (1, 2**24), "dpace": (0, 1),
     "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**14),
-    "intermediate_size": (1, 2**24), "rms_norm_eps": (1e-20, 1), "num_layers": (1, MOST_LAYERS),
-    "num_heads": (1, MOST_LAYERS), "tap": _ANY_LAYER, "taps": _ANY_LAYER, "draft_depth": (1, DEEPEST),
+    "intermediate_size": (1, 2**24), "rms_norm_eps": (1e-20, 1), "num_layers": (1, MAX_LAYERS),
+    "num_heads": (1, MAX_LAYERS), "tap": _ANY_LAYER, "taps": _ANY_LAYER, "draft_depth": (1, DEEPEST),
     "steps": (1, DEEPEST), "metric_steps": (1, DEEPEST), "decay": (1e-9, 1), "step_decay": (1e-9, 1),
     "anchors": (1, 2**20), "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
-    "num_modules": (1, MOST_LAYERS), "layer_indices": (0, DEEPEST), "block_size": (1, DEEPEST),
+    "num_modules": (1, MAX_LAYERS), "layer_indices": (0, DEEPEST), "block_size": (1, DEEPEST),
     "markov_rank": (0, 2**16), "mask_token_id": (0, 2**24),
 }  # fmt: skip
 # Names of a config's entries, as patterns → (least, greatest) value; the first that fits counts.
 _PLAUSIBLE = (
     (r"(^|_)eps(ilon)?$", 0, 1),
     (r"^rope_theta$", 1e-3, 2**50),
-    (r"position|seq_len|max_len|context_len|window", -1, MOST_POSITIONS),
+    (r"position|seq_len|max_len|context_len|window", -1, MAX_POSITIONS),
     (r"^num_(hidden_)?layers$|^n_layers?$|(en|de)coder_layers$", 0, 1024),
     (r"^num_|^n_(head|routed|shared)", -1, 2**14),
     (r"size|dim|rank|width", -1, 2**25),
@@ -80,8 +80,8 @@ def check_options(config: Any) -> None:
             continue
         least, most = bounds[option.name]
         entries = value if kind is tuple else (value,)
-        if kind is tuple and not (len(value) <= MOST_LISTED and all(_is(entry, int) for entry in value)):
-            raise ValueError(f"{said} must be a list of {MOST_LISTED} whole numbers at most")
+        if kind is tuple and not (len(value) <= MAX_LISTED and all(_is(entry, int) for entry in value)):
+            raise ValueError(f"{said} must be a list of {MAX_LISTED} whole numbers at most")
         if any(entry < least for entry in entries):
             raise ValueError(f"{said} must be at least {least}")
         if any(entry > most for entry in entries):
@@ -118,7 +118,7 @@ def check_config_table(table: Mapping[str, Any], said: str) -> None:
 
 def _entries(table: Mapping[str, Any], said: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """The names and values in a table and in those within it; the values in a list have the list's name."""
-    if depth > _MOST_TABLES:
+    if depth > _MAX_TABLES:
         raise ValueError(f"{said} is nested deeper than any config")
     for name, value in table.items():
         if isinstance(value, Mapping) and isinstance(text := value.get("__float__"), str):
@@ -134,13 +134,13 @@ def check_choices(kind: str, choices: Sequence[Sequence[int]], max_depth: int, v
     """ValueError unless the choices of a static tree are paths of ranks that a head can draft: at most max_depth long,
     from a vocabulary of that size."""
     said = f"{kind} head option tree={shown(choices)}"
-    if len(choices) >= MOST_NODES:
-        raise ValueError(f"{said} has {len(choices)} choices; it must have fewer than {MOST_NODES}")
+    if len(choices) >= MAX_NODES:
+        raise ValueError(f"{said} has {len(choices)} choices; it must have fewer than {MAX_NODES}")
     for choice in choices:
         if not isinstance(choice, tuple | list) or not all(_is(rank, int) for rank in choice):
             raise ValueError(f"{said} must be a list of paths, each a list of ranks, not {shown(choice)}")
         if len(choice) > max_depth:
             raise ValueError(f"{said} is {len(choice)} deep, and such a head drafts {max_depth} tokens at most")
-        most = min(MOST_NODES, vocabulary or MOST_NODES)
+        most = min(MAX_NODES, vocabulary or MAX_NODES)
         if any(rank >= most for rank in choice):
             raise ValueError(f"{said} has rank {shown(max(choice))}, and a node of such a head has {most} at most")

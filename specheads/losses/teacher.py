@@ -32,7 +32,7 @@ from specheads.decoding.verify.hf_base import (
 from specheads.decoding.verify.masks import additive
 from specheads.decoding.verify.taps import captures_of, last_output_kept, run_tapped
 
-NEVER = -1e30  # log-probability of an impossible outcome: finite, because 0 · −∞ is NaN
+LOG_ZERO = -1e30  # log-probability of an impossible outcome: finite, because 0 · −∞ is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class TeacherProbs:
         draft_ids = ids if draft is None else draft.index[ids]
         inside = draft_ids >= 0
         if draft is not None:
-            tail = torch.where(inside.sum(-1) == len(draft.ids), NEVER, tail)
-        known = torch.cat([torch.where(inside, log_p, NEVER), tail.unsqueeze(-1)], -1)
+            tail = torch.where(inside.sum(-1) == len(draft.ids), LOG_ZERO, tail)
+        known = torch.cat([torch.where(inside, log_p, LOG_ZERO), tail.unsqueeze(-1)], -1)
         total = known.logsumexp(-1, keepdim=True)
-        return cls(ids[:, 0], (known - total).clamp_min(NEVER), total.squeeze(-1).exp(), draft_ids)
+        return cls(ids[:, 0], (known - total).clamp_min(LOG_ZERO), total.squeeze(-1).exp(), draft_ids)
 
     def at(self, rows: Tensor | slice) -> TeacherProbs:
         """The distributions at some of the R positions; rows may repeat."""
@@ -90,10 +90,10 @@ class TeacherProbs:
         if self.draft_ids is None:
             return log_q
         inside, width = self.draft_ids >= 0, log_q.shape[-1]
-        known = torch.where(inside, log_q.gather(-1, self.draft_ids.clamp_min(0)), NEVER)
+        known = torch.where(inside, log_q.gather(-1, self.draft_ids.clamp_min(0)), LOG_ZERO)
         in_tail = torch.ones(len(log_q), width + 1, dtype=torch.bool, device=log_q.device)
         in_tail.scatter_(-1, torch.where(inside, self.draft_ids, width), False)
-        tail = torch.where(in_tail[:, :width], log_q, NEVER).logsumexp(-1, keepdim=True)
+        tail = torch.where(in_tail[:, :width], log_q, LOG_ZERO).logsumexp(-1, keepdim=True)
         return torch.cat([known, tail], -1)
 
 
@@ -150,14 +150,14 @@ class TopKTail:
         ids = ids.scatter(-1, (ids == best).long().argmax(-1, keepdim=True), ids[:, :1])
         ids[:, :1] = best
         rest = full.scatter(-1, ids, -torch.inf).logsumexp(-1)
-        return cls(ids, top - total.unsqueeze(-1), (rest - total).clamp_min(NEVER))
+        return cls(ids, top - total.unsqueeze(-1), (rest - total).clamp_min(LOG_ZERO))
 
     @classmethod
     def from_text(cls, tokens: Tensor) -> TopKTail:
         """Tokens (B, T) → the next token of the text with probability 1, if the base's distribution was not saved."""
         following = tokens.roll(-1, 1).flatten().unsqueeze(-1)
         log_p = torch.zeros_like(following, dtype=torch.float32)
-        return cls(following, log_p, log_p.squeeze(-1) + NEVER)
+        return cls(following, log_p, log_p.squeeze(-1) + LOG_ZERO)
 
     def probs(self, positions: Tensor, draft: DraftIds | None, compare: bool = True, mass: bool = True) -> TeacherProbs:
         return TeacherProbs.from_top_k(self.ids[positions].long(), self.log_p[positions], self.tail[positions], draft)

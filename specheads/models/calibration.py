@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.data.batches import Collator
 from specheads.decoding.planner import StaticTree, static_choices
-from specheads.heads.limits import MOST_NODES
+from specheads.heads.limits import MAX_NODES
 from specheads.losses.targets import ENDED
 from specheads.options import OptionError
 
@@ -62,8 +62,8 @@ def calibrate_tree(ranks: Tensor, num_nodes: int, max_depth: int | None = None) 
     for a default tree are left out. ValueError if no draft was ever right. After Medusa, arXiv:2401.10774, which
     multiplies accuracies.
     """
-    if not 2 <= num_nodes <= MOST_NODES:
-        raise OptionError(f"{{num_nodes}} must be 2, the root and one draft, to {MOST_NODES}", num_nodes=num_nodes)
+    if not 2 <= num_nodes <= MAX_NODES:
+        raise OptionError(f"{{num_nodes}} must be 2, the root and one draft, to {MAX_NODES}", num_nodes=num_nodes)
     best = sorted(_path_counts(ranks[:, :max_depth]).items(), key=lambda item: (-item[1], len(item[0]), item[0]))
     if not best:
         raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
@@ -84,7 +84,7 @@ def _path_counts(ranks: Tensor) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
     for row, times in Counter(map(tuple, ranks.tolist())).items():
         for depth, rank in enumerate(row, start=1):
-            if not 0 <= rank < MOST_NODES:
+            if not 0 <= rank < MAX_NODES:
                 break
             counts[row[:depth]] += times
     return counts

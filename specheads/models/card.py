@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
 from specheads.models.config import SpecConfig
+from specheads.models.files import CURVES, RECIPE, history, numbers, results, run_of
 from specheads.models.formats.export.exporting import engines_for
-from specheads.models.run_files import CURVES, RECIPE, history, numbers, results, run_of
 from specheads.options import read_yaml
 from specheads.version import __version__
 
@@ -54,10 +54,10 @@ def card(
     """
     folder = run or run_of(config.name_or_path, head)
     known = TrainingRecord.of_folder(Path(folder)) if folder and Path(folder).is_dir() else TrainingRecord()
-    given = (
+    argument = (
         "" if on_the_hub(_named(config)) else ', base="path/to/the/base"'
     )  # a base that is not on the hub is not named
-    return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
+    return text(config, head, known, f'"{repo_id}"{argument}', _serving(config, base, head, repo_id), license)
 
 
 def text(
@@ -112,8 +112,8 @@ def base_license(name: str) -> str | None:
         metadata = yaml.safe_load(front[1]) if len(front) == 3 and not front[0].strip() else None
     except yaml.YAMLError:
         return None
-    found = metadata.get("license") if isinstance(metadata, dict) else None
-    return found if isinstance(found, str) and found else None
+    licence = metadata.get("license") if isinstance(metadata, dict) else None
+    return licence if isinstance(licence, str) and licence else None
 
 
 def _named(config: SpecConfig) -> str:

@@ -87,9 +87,9 @@ def convert(
 def refuse_other_sizes(config: HeadConfig, base_config: Any) -> None:
     """ValueError for a head config whose sizes are not this base's."""
     for name in ("hidden_size", "vocab_size"):
-        given, own = getattr(config, name), getattr(base_config, name)
-        if given not in (None, own):
-            raise ValueError(f"{config.kind} head option {name}={given} is not the base's, {own}; leave it out")
+        value, base_size = getattr(config, name), getattr(base_config, name)
+        if value not in (None, base_size):
+            raise ValueError(f"{config.kind} head option {name}={value} is not the base's, {base_size}; leave it out")
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:

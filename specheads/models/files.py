@@ -1,4 +1,4 @@
-"""The files of a head checkpoint: their names, and how to read them without trusting them.
+"""The files of a head checkpoint and of its training run: their names, and how to read them without trusting them.
 
 Names, shapes and dtypes are read and checked before any values.
 """
@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specheads.heads import DraftHead
 from specheads.options import OptionError, Suggestion, listing, reason, shortened
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
-_MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers needs some 100,000
+RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.yaml", "curves.png"  # of a run
+MAX_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
+_MAX_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers needs some 100,000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "BOOL": torch.bool,
@@ -79,8 +81,8 @@ def _opened(path: Path | str) -> Iterator[Any]:
     try:
         with open(path, "rb") as raw:
             size = int.from_bytes(raw.read(8), "little")
-        if _MOST_HEADER < size <= Path(path).stat().st_size:
-            raise CheckpointError(f"{path} has a header of {size:,} bytes; a head's has at most {_MOST_HEADER:,}")
+        if _MAX_HEADER < size <= Path(path).stat().st_size:
+            raise CheckpointError(f"{path} has a header of {size:,} bytes; a head's has at most {_MAX_HEADER:,}")
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
@@ -137,7 +139,7 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
         )
 
 
-def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
+def read_table(path: Path, most: int | None = MAX_JSON) -> dict[str, Any] | None:
     """The JSON object in a file; None if it holds none. CheckpointError if it has more than `most` bytes.
 
     most: None (no limit) for files that we wrote ourselves."""
@@ -152,8 +154,8 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
 def parse_table(text: str | bytes, where: Any) -> dict[str, Any]:
     """The JSON object in a text; {} if it is another value. CheckpointError if it is no JSON, or too long."""
-    if len(text) > MOST_JSON:
-        raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; a head's has thousands")
+    if len(text) > MAX_JSON:
+        raise CheckpointError(f"{where} has a config of more than {MAX_JSON:,} bytes; a head's has thousands")
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:  # nested deeper than any config
@@ -177,3 +179,48 @@ def make_portable(name: str | None, folder: Path) -> str | None:
         return name
     relative = os.path.relpath(Path(name).resolve(), folder.resolve())
     return relative if relative.startswith(".") else f"./{relative}"
+
+
+def run_of(checkpoint: Any, head: DraftHead) -> Path | None:
+    """The folder that the head was loaded from; None if there is none, or if its weights are no longer this head's, as
+    after more training in memory, so that its metrics do not apply."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not (folder / WEIGHTS).is_file():
+        return None
+    saved = read_tensors(folder / WEIGHTS, read_names(folder / WEIGHTS))
+    for name, tensor in head.state_dict().items():
+        there = saved.get(f"head.{name}")
+        if there is None or not torch.equal(there.to(tensor.dtype), tensor.to("cpu")):
+            return None
+    return folder
+
+
+def accepted_length(checkpoint: Any) -> float | None:
+    """The accepted length that training measured on held-out rows; None if the checkpoint's folder has none."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not folder.is_dir():
+        return None
+    length = results(folder).get("eval_accepted_length")
+    if isinstance(length, int | float):
+        return float(length)
+    lengths = [log.get("eval_accepted_length") for log in reversed(history(folder))]
+    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """The final metrics of a run; {} if its folder has none."""
+    return _table(run / RESULTS)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The whole log of a run (some megabytes); [] if its folder has none."""
+    return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
+
+
+def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are numbers: an untrusted file, or one from another program, may hold anything."""
+    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    return (read_table(path, most=None) or {}) if path.is_file() else {}

@@ -67,13 +67,13 @@ class Models:
         target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
         return cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
 
-    def choose(self, draft: str | None, *, shaped: bool = False) -> tuple[str | None, Drafter | None]:
+    def choose(self, draft: str, *, shaped: bool = False) -> tuple[str | None, Drafter | None]:
         """The drafter's name in a table, and the drafter, which `draft` names as for `drafter`; both None for "none".
 
-        draft None: the head, or else lookup. So is "auto" if `shaped`: a tree or a rule is given, as in generate()."""
+        "auto" is the head, or else lookup, if `shaped`: a tree or a rule is given, as in generate()."""
         if draft == "none":
             return None, None
-        if draft is None or (shaped and draft.partition(":")[0] == "auto"):
+        if shaped and draft.partition(":")[0] == "auto":
             draft = "head" if "head" in self.drafters else "lookup"
         drafter = self.drafter(draft)
         return describe_drafter(draft, drafter), drafter

@@ -32,8 +32,8 @@ _TABLES, _NAMES = (
 )
 _VALUES = "trained_length", "base_class"
 _KEYS = (*_TABLES, *_NAMES, *_VALUES)
-_MOST_NAME = 4096  # characters of a path
-_MOST_LENGTH = 2**40  # tokens of a text
+_MAX_NAME = 4096  # characters of a path
+_MAX_LENGTH = 2**40  # tokens of a text
 logger = hf_logging.get_logger(__name__)
 
 
@@ -217,12 +217,12 @@ def _checked(stored: dict[str, Any], where: Any, source: Any) -> dict[str, Any]:
         if not isinstance(stored.get(name) or {}, dict):
             raise CheckpointError(f"{where}: {name} must be a table of options, not {shown(stored[name])}")
     length = stored.get("trained_length")
-    if length is not None and (type(length) is not int or not 1 <= length <= _MOST_LENGTH):
+    if length is not None and (type(length) is not int or not 1 <= length <= _MAX_LENGTH):
         raise CheckpointError(f"{where}: trained_length must be a whole number of tokens, not {shown(length)}")
     for name in _NAMES:
         value = stored.get(name)
         if value is not None and not (
-            isinstance(value, str) and len(value) <= _MOST_NAME and min(value, default=" ") >= " "
+            isinstance(value, str) and len(value) <= _MAX_NAME and min(value, default=" ") >= " "
         ):
             raise CheckpointError(f"{where}: {name} must be a name or a path, not {shown(value)}")
     return stored

@@ -1,9 +1,12 @@
-"""The parts of a run, each built from the recipe: arguments, checkpoint to resume, rows, base and head."""
+"""The parts of a run, each built from the recipe: arguments, checkpoint to resume, rows, base and head; and its budget,
+its steps, and evaluations and a parity gate that take at most a share of their time."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +18,21 @@ from transformers.integrations.deepspeed import (
 )
 
 from specheads.data.batches import Collator
-from specheads.data.datasets import build_datasets, token_counts
+from specheads.data.datasets import token_counts
 from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.hub import hub_options
-from specheads.models.base.loading import as_dtype, load_config, load_tokenizer, stop_ids
+from specheads.models.base.loading import as_dtype
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.plan import autocast_of
 from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_absent_reporters
-from specheads.training.recipe.base import load_base, padding_id
+from specheads.training.recipe.loading import load_base, load_rows, padding_id
 from specheads.training.recipe.recipe import Recipe, RecipeError
 
-
-def load_rows(recipe: Recipe) -> tuple[Any, Any, Any]:
-    """Rows to train on, held-out rows or None, and the base's tokenizer."""
-    assert recipe.data is not None
-    hub = hub_options(recipe.base)
-    config = load_config(recipe.base, **hub).get_text_config(decoder=True)
-    tokenizer = load_tokenizer(recipe.base, **hub)
-    stops = stop_ids(recipe.base, config, tokenizer, **hub)
-    return *build_datasets(recipe.data, tokenizer, config.vocab_size, stops), tokenizer
+MIN_ROWS = 8  # that an evaluation may always have
+MIN_SECONDS = 30.0  # that the parity gate may always take
 
 
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
@@ -135,3 +130,50 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
     return model
+
+
+@dataclass(frozen=True)
+class Budget:
+    """rows, held_out: how many there are; steps, of `batch` rows over all processes; evaluations: during training and
+    after it, each of `evaluated` held-out rows."""
+
+    rows: int
+    held_out: int
+    batch: int
+    steps: int
+    evaluations: int
+    evaluated: int
+
+    @classmethod
+    def of(
+        cls, training: Mapping[str, Any], rows: int, held_out: int, share: float | None, processes: int = 1
+    ) -> Budget:
+        """training: options of SpecTrainingArguments; share: of the rows trained on that all evaluations together may
+        have, None for no bound."""
+
+        def option(name: str) -> Any:
+            return training.get(name, getattr(SpecTrainingArguments, name))
+
+        accumulated = option("gradient_accumulation_steps")
+        rows_at_once = option("per_device_train_batch_size") * processes
+        per_epoch = max(1, math.ceil(math.ceil(rows / rows_at_once) / accumulated))
+        steps = option("max_steps") if option("max_steps") > 0 else math.ceil(option("num_train_epochs") * per_epoch)
+        strategy = str(getattr(option("eval_strategy"), "value", option("eval_strategy")))
+        every = {"steps": option("eval_steps") or option("logging_steps"), "epoch": per_epoch}.get(strategy, steps)
+        every = math.ceil(steps * every) if every < 1 else every
+        evaluations = math.ceil(steps / every) if held_out else 0
+        batch, evaluated = rows_at_once * accumulated, held_out
+        if share is not None and evaluations:
+            evaluated = min(held_out, max(MIN_ROWS, int(share * steps * batch / evaluations)))
+        return cls(rows, held_out, batch, steps, evaluations, evaluated)
+
+    def select(self, held_out: Any) -> Any:
+        """The rows to evaluate, spread evenly over the held-out ones."""
+        if self.evaluated == self.held_out:
+            return held_out
+        return held_out.select([i * self.held_out // self.evaluated for i in range(self.evaluated)])
+
+
+def gate_seconds(share: float | None, training: float) -> float:
+    """How long the parity gate may take after so many seconds of training."""
+    return math.inf if share is None else max(MIN_SECONDS, share * training)

@@ -26,9 +26,9 @@ from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError, reason
 from specheads.terminal import clock_time
-from specheads.training.budget import Budget, gate_seconds
-from specheads.training.build import load_rows
+from specheads.training.build import Budget, gate_seconds
 from specheads.training.distributed.launch import KINDS, SHARDED
+from specheads.training.recipe.loading import load_rows
 from specheads.training.recipe.recipe import Recipe
 from specheads.training.trainer.optim import is_hidden_matrix
 

@@ -17,10 +17,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, s
 from specheads import terminal
 from specheads.files import replacing
 from specheads.models.card import TrainingRecord
-from specheads.models.files import CONFIG
-from specheads.models.run_files import RECIPE, RESULTS
-from specheads.training.budget import Budget, gate_seconds
+from specheads.models.files import CONFIG, RECIPE, RESULTS
 from specheads.training.build import (
+    Budget,
+    gate_seconds,
     live_parts,
     refuse_without_targets,
     resume_point,
@@ -30,6 +30,7 @@ from specheads.training.build import (
 )
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import SHARDED, LaunchError
+from specheads.training.distributed.resume import WHOLE
 from specheads.training.errors import (
     STATE,
     TrainingError,
@@ -46,7 +47,6 @@ from specheads.training.parity import Parity, compare, prompts_of
 from specheads.training.recipe.recipe import Recipe
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
-from specheads.training.resume import WHOLE
 from specheads.training.trainer.trainer import SpecTrainer
 
 _log = logging.getLogger(__name__)

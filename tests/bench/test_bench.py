@@ -9,7 +9,7 @@ import torch
 
 from specheads.bench import decoders, environment, report
 from specheads.bench.batches import batch_by_batch, draw_numbers, split
-from specheads.bench.prompts import held_out_prompts, prompts_from
+from specheads.bench.prompts import held_out_prompts, read_prompts
 from specheads.bench.runner import Output, race, time_batch, turns
 from specheads.decoding.drafters import DraftModel
 from specheads.decoding.generation import prompt_batches
@@ -283,6 +283,10 @@ def test_held_out_prompts_start_a_line_and_come_from_files_nobody_trains_on():
 def test_prompt_files_are_read_and_what_is_wrong_is_named_by_its_line(tmp_path):
     lines = tmp_path / "p.txt"
     lines.write_text("one\n\ntwo\n", "utf8")
+
+    def prompts_from(path, count=None):
+        return [prompt.asked for prompt in read_prompts(path, count)]
+
     assert prompts_from(lines) == ["one", "two"] and prompts_from(lines, 1) == ["one"]
     rows = tmp_path / "p.jsonl"
     rows.write_text('"a"\n{"prompt": "b"}\n{"text": "c"}\n', "utf8")

@@ -1,19 +1,22 @@
 """What bench is asked for: one declaration for Python, recipes and the command, and nonsense refused in one line."""
 
-import inspect
 from dataclasses import fields
 
 import pytest
 
 from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.run import decoders_of
-from specheads.cli.commands.bench_options import bench
+from specheads.cli.app import app
+from specheads.cli.options.measure import BenchCommand
+from specheads.cli.program import typer
 from tests.support.paths import ROOT
 
 
 def test_the_command_has_each_option_by_its_name():
-    names = [*inspect.signature(bench).parameters]
-    assert names == ["context", *(field.name for field in fields(BenchOptions)), "as_json"]
+    command = typer.main.get_command(app).commands["bench"]
+    names = [parameter.name for parameter in command.params]
+    assert names == [*(field.name for field in fields(BenchOptions)), "as_json"]
+    assert "as_json" not in BenchCommand().to_dict()
     assert all(field.metadata["help"] for field in fields(BenchOptions))
 
 

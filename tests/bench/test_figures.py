@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import bootstrap
 from specheads.bench.figures import floor, intervals, samples
-from specheads.bench.figures.repetition import repeated
 from specheads.bench.figures.results import Results
+from specheads.bench.figures.samples import repeated
 from specheads.bench.runner import Output, TimedRun
 from tests.support.tiny_models import tiny_llama
 
@@ -80,10 +81,10 @@ def test_95_percent_intervals_of_a_median_hold_it_about_as_often():
     rng = random.Random(2)
     held = 0
     for seed in range(200):
-        low, high = intervals.median_interval([rng.lognormvariate(0, 0.5) for _ in range(40)], resamples=400, seed=seed)
+        low, high = bootstrap.median_interval([rng.lognormvariate(0, 0.5) for _ in range(40)], resamples=400, seed=seed)
         held += low <= 1 <= high
     assert 0.86 * 200 < held <= 0.995 * 200
-    assert intervals.median_interval([3.0]) is None and intervals.median_interval([3.0] * 5) == (3.0, 3.0)
+    assert bootstrap.median_interval([3.0]) is None and bootstrap.median_interval([3.0] * 5) == (3.0, 3.0)
 
 
 def crossed_work(coin, seeds=12, prompts=30, gain=0.0):
@@ -100,7 +101,7 @@ def test_95_percent_intervals_over_seeds_and_prompts_hold_the_true_length_about_
     that coverage a false alarm has a probability below 1e-4."""
     coin, held = torch.Generator().manual_seed(4), 0
     for seed in range(200):
-        low, high = intervals.crossed_interval(crossed_work(coin), resamples=400, seed=seed)
+        low, high = bootstrap.crossed_interval(crossed_work(coin), resamples=400, seed=seed)
         held += low <= 3 <= high
     assert 0.84 * 200 < held <= 0.985 * 200
 
@@ -109,10 +110,10 @@ def test_a_difference_is_of_the_same_seeds_and_prompts():
     """Prompts and seeds differ, the gain does not: an interval without pairs would be wide."""
     reference = crossed_work(torch.Generator().manual_seed(0), seeds=3)
     own = crossed_work(torch.Generator().manual_seed(0), seeds=3, gain=0.25)
-    assert intervals.crossed_interval(own, reference) == pytest.approx((0.25, 0.25))
-    assert intervals.crossed_interval(own[:1], reference[:1]) is None
+    assert bootstrap.crossed_interval(own, reference) == pytest.approx((0.25, 0.25))
+    assert bootstrap.crossed_interval(own[:1], reference[:1]) is None
     with pytest.raises(ValueError, match="beside"):
-        intervals.crossed_interval(own, reference[:2])
+        bootstrap.crossed_interval(own, reference[:2])
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

@@ -15,7 +15,7 @@ import typer
 
 from specheads.cli import program as cli
 from specheads.cli.options.decode import GenerateOptions
-from specheads.cli.options.measure import EvaluateOptions, TuneOptions
+from specheads.cli.options.measure import TuneOptions
 from specheads.cli.options.training import TrainOptions
 from tests.support.command_line import run
 from tests.support.paths import ROOT
@@ -58,7 +58,7 @@ def test_the_command_alone_lists_the_commands_whole_and_says_its_version(capsys,
 
 def test_an_option_is_declared_once_for_python_the_command_and_the_record():
     """What a command parses are the fields of its dataclass, with their defaults."""
-    kinds = {"generate": GenerateOptions, "evaluate": EvaluateOptions, "tune": TuneOptions, "train": TrainOptions}
+    kinds = {"generate": GenerateOptions, "tune": TuneOptions, "train": TrainOptions}
     for name, kind in kinds.items():
         declared = {field.name: field for field in fields(kind)}
         params = {param.name: param for param in PARSERS[name].params}
@@ -68,7 +68,7 @@ def test_an_option_is_declared_once_for_python_the_command_and_the_record():
             assert field.default is MISSING or params[key].default == field.default
     record = GenerateOptions(model="m", seed=3).record()
     assert record["seed"] == 3 and record["draft"] == "auto" and json.dumps(record) and "as_json" not in record
-    assert sum(len(parser.params) for parser in PARSERS.values()) <= 160
+    assert sum(len(parser.params) for parser in PARSERS.values()) <= 150
 
 
 BAD_INPUT = [
@@ -95,14 +95,14 @@ BAD_INPUT = [
     ("chat {head} --tree chain:9", "9 deep"),
     ("chat {head} --draft model:{tmp}/nowhere", "nowhere"),
     ("chat {base} --base {base}", "--base"),
-    ("evaluate {head} --prompts {tmp}/absent.jsonl", "absent.jsonl"),
-    ("evaluate {head} --prompts {tmp}/empty.jsonl", "empty.jsonl holds no prompts"),
-    ("evaluate {head} --prompts {tmp}/latin.txt", "latin.txt, line 1: byte 0xe9 at column 4 is not UTF-8"),
+    ("bench {head} --no-plots --prompts {tmp}/absent.jsonl", "absent.jsonl"),
+    ("bench {head} --no-plots --prompts {tmp}/empty.jsonl", "empty.jsonl holds no prompts"),
+    ("bench {head} --no-plots --prompts {tmp}/latin.txt", "latin.txt, line 1: byte 0xe9 at column 4 is not UTF-8"),
     ("calibrate {head} --data {tmp}/ids.jsonl", "row 2 of {tmp}/ids.jsonl: token 258 is outside the base's"),
     ("parity {head} --data {tmp}/ids.jsonl", "row 2 of {tmp}/ids.jsonl: token 258 is outside the base's"),
     ("calibrate {head} --data {tmp}/emty.jsonl", "emty.jsonl' (did you mean {tmp}/empty.jsonl?)"),
     ("parity {head} --data {tmp}/empty.jsonl", "empty.jsonl is empty"),
-    ("evaluate {head} --num-prompts 0", "num-prompts"),
+    ("bench {head} --num-prompts 0", "num-prompts"),
     ("generate {base} --prompt a --draft model:{head}", "{head} is a draft head, not a language model"),
     ("generate {head} --prompt a --base {head}", "{head} is a draft head, not a language model"),
     ("train medusa --dry-run base={head}", "{head} is a draft head, not a language model"),
@@ -221,7 +221,7 @@ def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch
     """As in a folder outside the clone, of a wheel."""
     monkeypatch.chdir(tmp_path)
     head = "checkpoints/eagle3"
-    for command in (f"generate --prompt a {head}", f"evaluate {head}", f"calibrate --data rows.jsonl {head}",
+    for command in (f"generate --prompt a {head}", f"bench {head}", f"calibrate --data rows.jsonl {head}",
                     "train embedded/eagle3 --dry-run"):  # fmt: skip
         source = "checkpoints/base" if "train" in command else head
         code, out, said = run(capsys, *command.split())

@@ -1,4 +1,4 @@
-"""specheads evaluate, calibrate."""
+"""specheads calibrate."""
 
 import json
 import shutil
@@ -8,44 +8,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.command_line import CONTROL, run
-
-
-def test_evaluate_reports_the_same_figures_as_a_table_and_as_json(shipped, tmp_path, capsys):
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("def f(x):\nclass A\n", "utf8")
-    ask = ("evaluate", shipped / "eagle3", "--prompts", prompts, "--max-new-tokens", 12, "--repeats", 1)
-    code, out, err = run(capsys, *ask, "--json")
-    record = json.loads(out)
-    assert code == 0 and not CONTROL.search(err)
-    assert list(record["decoders"]) == ["transformers generate", "our loop, no drafts", "eagle3 head"]
-    assert all(row["identical"] for row in record["decoders"].values())
-    assert record["decoders"]["our loop, no drafts"]["accepted_length"] == 1
-    assert record["environment"]["torch"] == torch.__version__ and record["num_prompts"] == 2
-    code, out, _ = run(capsys, *ask, "--tree", "chain:1")
-    assert code == 0 and not CONTROL.search(out)
-    assert "eagle3 head" in out and "transformers generate" in out and torch.__version__ in out
-    assert all(row["by_text"]["unrepeated"]["share"] > 0 for row in record["decoders"].values())
-    low, high = record["decoders"]["eagle3 head"]["speed_up_interval"]
-    assert low <= record["decoders"]["eagle3 head"]["speed_up"] <= high and "95 %" in out
-
-
-def test_evaluate_decodes_several_prompts_at_a_time(shipped, tmp_path, capsys):
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("def f(x):\nclass A\nimport os, sys\n", "utf8")
-    ask = ("evaluate", shipped / "eagle3", "--prompts", prompts, "--max-new-tokens", 9, "--repeats", 1)
-    records = {}
-    for size in (1, 2):
-        code, out, _ = run(capsys, *ask, "--batch-size", size, "--json")
-        records[size] = json.loads(out)
-        assert code == 0 and records[size]["batch_size"] == size
-    for name, row in records[2]["decoders"].items():
-        alone = records[1]["decoders"][name]
-        assert row["identical"] and row["accepted_length"] in (None, alone["accepted_length"])
-        assert row["accepted_by_depth"] in (None, pytest.approx(alone["accepted_by_depth"])) and row["by_text"] is None
-        assert row["speed_up_interval"] is None  # the queue is one prompt batch
-    code, out, _ = run(capsys, *ask, "--batch-size", 2)
-    assert code == 0 and "2 at a time" in out and "New text" not in out
+from tests.support.command_line import run
 
 
 def test_calibrate_counts_a_tree_and_saves_it_with_the_head(shipped, tmp_path, capsys):

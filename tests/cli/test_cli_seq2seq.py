@@ -1,4 +1,4 @@
-"""The command line on encoder-decoders: generate, evaluate, chat and bench write the text of their own generate()."""
+"""The command line on encoder-decoders: generate, chat and bench write the text of their own generate()."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from specheads.models.base.loading import load_language_model
 from tests.support import t5_on_disk
-from tests.support.command_line import CONTROL, run
+from tests.support.command_line import run
 from tests.support.tiny_models import near
 
 PROMPT = "abab cd abab"
@@ -80,24 +80,6 @@ def test_a_plain_decoder_only_model_is_drafted_for_too(shipped, capsys):
     assert json.loads(run(capsys, *ask, "--draft", "lookup")[1])["token_ids"] == plain
 
 
-@pytest.mark.sampled(2)
-def test_evaluate_races_the_drafter_that_is_named(pair, tmp_path, capsys):
-    folder, _ = pair
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("abcabc abc\nx y x y\n", "utf8")
-    ask = ("evaluate", folder / "large", "--prompts", prompts, "--max-new-tokens", 8, "--repeats", 1)
-    code, out, err = run(capsys, *ask, "--draft", f"model:{folder / 'small'}", "--accept", "typical", "--json")
-    assert code == 0, err
-    rows = json.loads(out)["decoders"]
-    small = f"draft model {folder / 'small'}"
-    assert list(rows)[:3] == ["transformers generate", "our loop, no drafts", small] and "typical" in list(rows)[3]
-    assert all(rows[name]["identical"] for name in list(rows)[:3]) and rows[small]["accepted_length"] > 1
-    code, out, _ = run(capsys, *ask)
-    assert code == 0 and "lookup" in out and not CONTROL.search(out)
-    code, out, _ = run(capsys, *ask, "--draft", f"model:{folder / 'small'}", "--batch-size", 2, "--json")
-    assert code == 0 and all(row["identical"] for row in json.loads(out)["decoders"].values())
-
-
 def test_chat_answers_with_an_encoder_decoder(pair, capsys, monkeypatch):
     folder, expected = pair
     lines = f"{PROMPT}\n/tree comb:3,2\n{PROMPT}\n"
@@ -161,11 +143,10 @@ REFUSED = [
     ("generate {t5}/large --prompt a --base {base}", "--base"),
     ("generate {head} --prompt a --base {t5}/large", "was trained for another base"),
     ("generate {base} --prompt a --draft model:{t5}/small", "both must read the same"),
-    ("evaluate {base} --draft none", "there is no drafter to measure"),
     ("generate {base} --prompt a --draft lookup:x", "'x' "),
     ("generate {vit} --prompt a", "a vit model; expected a decoder-only"),
-    ("evaluate {t5}/large --draft head", "there is no head"),
-    ("evaluate {t5}/large --draft nowhere/at/all", "nowhere/at/all"),
+    ("bench {t5}/large --no-plots -d head", "there is no head"),
+    ("bench {t5}/large --no-plots -d nowhere/at/all", "nowhere/at/all"),
     ("chat {t5}/large --tree comb:3,2", "chains only"),
     ("chat {t5}/large --chat", "no chat template"),
     ("parity {t5}/large --data x.jsonl", "not the config of a draft head"),

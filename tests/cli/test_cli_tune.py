@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import constants
 
 import specheads
-from specheads.bench.tree_search import acceptance_of, recorded_ranks, search_head
 from specheads.bench.tune import TuneConfig, merge, tune
+from specheads.bench.tune.tree_search import acceptance_of, recorded_ranks, search_head
 from specheads.cli.commands import tune as command
 from specheads.cli.commands.tune import show
 from specheads.data.batches import Collator

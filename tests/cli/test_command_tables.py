@@ -5,16 +5,6 @@ import re
 from specheads.cli.commands import info
 from specheads.data import corpus
 from specheads.training.parity import Parity
-from tests.support.command_line import run
-
-
-def test_evaluate_explains_its_columns(shipped, capsys):
-    options = ("--num-prompts", 2, "--max-new-tokens", 12, "--repeats", 1, "--accept", "typical")
-    code, out, _ = run(capsys, "evaluate", shipped / "eagle3", *options)
-    assert code == 0 and "speed-up: over transformers generate" in out and "same text: " in out
-    assert "with its median over the repeats" in out and "95 %: " in out
-    shares = re.findall(r"^ depth (\d) +(\d+\.\d%) *$", out, re.MULTILINE)
-    assert [int(depth) for depth, _ in shares] == list(range(1, len(shares) + 1)) and shares
 
 
 def test_parity_says_in_words_whether_it_holds():

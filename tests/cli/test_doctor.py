@@ -10,7 +10,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from specheads.cli.doctor import machine, requirements
+from specheads.cli.doctor import machine, report
 from tests.support.command_line import run
 from tests.support.paths import ROOT
 
@@ -38,7 +38,7 @@ def versions(monkeypatch):
                 raise metadata.PackageNotFoundError(name)
             return given.get(name) or real(name)
 
-        monkeypatch.setattr(requirements.metadata, "version", version)
+        monkeypatch.setattr(report.metadata, "version", version)
 
     return install
 
@@ -46,10 +46,10 @@ def versions(monkeypatch):
 def test_it_knows_every_package_that_setup_asks_for():
     extras = setup_argument("extras_require")
     usual = [*setup_argument("install_requires"), *extras.pop("train"), *extras.pop("cli")]
-    assert set(requirements.REQUIRED) == names(usual)
+    assert set(report.REQUIRED) == names(usual)
     asked = set().union(*(names(lines) for extra, lines in extras.items() if extra != "dev"))
-    assert asked <= set(requirements.OPTIONAL)
-    least = requirements._least()
+    assert asked <= set(report.OPTIONAL)
+    least = report._least()
     for line in setup_argument("install_requires"):
         assert least[line.split(">=")[0]] == (line.split(">=")[1], None)
 
@@ -91,7 +91,7 @@ def test_versions_compare_by_number():
     for version, least, ok in (
         ("2.11.0+cpu", "2.11", True), ("2.9", "2.11", False), ("2.11", "2.11.0", True), ("3.0.0.dev1", "2.11", True),
     ):  # fmt: skip
-        assert requirements.Package("a", "", version, least, "a").ok is ok
+        assert report.Package("a", "", version, least, "a").ok is ok
 
 
 def test_it_answers_where_specheads_itself_cannot_be_imported():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specheads.bench.memory import LiveMemory
+from benchmarks.live_memory import LiveMemory
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify import causal, grouped_attention
 from specheads.decoding.verify.causal import Target

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specheads.bench.memory import LiveMemory
+from benchmarks.live_memory import LiveMemory
 from specheads.data.datasets import Collator
 from specheads.decoding.verify.taps import concat_taps, hidden_state_indices
 from specheads.losses import chunked, objective

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.training.distributed import checkpoints as zero
-from specheads.training.resume import ResumeError, Unlogged, Writers
+from specheads.training.distributed.resume import ResumeError, Unlogged, Writers
 from tests.support.training_runs import assert_same_run, launched
 from tests.workers.heads_by_two import HEADS, trained
 from tests.workers.runs_of_two import SAVED

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from specheads.models import checkpoint
 from specheads.training import errors as faults
 from specheads.training.build import resume_point
+from specheads.training.distributed.resume import ResumeError
 from specheads.training.errors import TrainingError, is_finished, last_finished
-from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
 from tests.support.resumable_runs import losses, options
 from tests.support.saved_features import dump, recipe

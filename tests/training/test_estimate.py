@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from specheads.training import estimate as code
-from specheads.training.budget import Budget
-from specheads.training.build import build_model, load_rows
+from specheads.training.build import Budget, build_model, load_rows
 from specheads.training.estimate import GIB, estimate
 from specheads.training.recipe.recipe import read_recipe
 from tests.support.command_line import run

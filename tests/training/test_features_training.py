@@ -11,10 +11,10 @@ from specheads.heads import head_config
 from specheads.losses.teacher import tap_base
 from specheads.models.checkpoint import build_head
 from specheads.models.spec_model import SpecModel
+from specheads.training.distributed.resume import ResumeError
 from specheads.training.features import frozen_weights
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.shards import FeatureError
-from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
 from tests.support.families import FAMILIES, build
 from tests.support.saved_features import HEADS, TAPS, dump, material, recipe

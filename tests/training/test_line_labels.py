@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from specheads.training.report.line_labels import label_ends, spread
+from specheads.training.report.curves import label_ends, spread
 
 
 def test_names_that_have_room_stay_and_others_part_around_their_mean():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
-from specheads.training.resume import ResumeError, Unlogged, Writers
+from specheads.training.distributed.resume import ResumeError, Unlogged, Writers
 from tests.support.trainers import logged, model_of, rows, same, trainer_of, weights
 from tests.support.training_runs import assert_same_run, forked
 from tests.workers.runs_of_two import KINDS, SAVED, run, run_by_two

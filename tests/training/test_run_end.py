@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specheads.training import budget
+from specheads.training import build
 from specheads.training import run as training
 from specheads.training.errors import TrainingStopped
 from specheads.training.parity import ParityConfig
@@ -53,7 +53,7 @@ def test_a_run_whose_best_checkpoint_is_gone_saves_the_last_head(folder, tmp_pat
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_evaluations_have_at_most_a_share_of_the_rows_trained_on(saved, folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(budget, "MIN_ROWS", 2)
+    monkeypatch.setattr(build, "MIN_ROWS", 2)
     wanted = recipe(folder, tmp_path, features=folder / "saved" if saved else None, eval_strategy="no")
     whole = prepare(replace(wanted, evaluation_share=None)).trainer.eval_dataset
     assert len(whole) == 5 and "held-out rows" not in caplog.text

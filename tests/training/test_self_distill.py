@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads.bench.prompts import prompts_from
-from specheads.cli import program as cli
+from specheads.bench.prompts import read_prompts
 from specheads.cli.script import options_from
 from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
-from specheads.models.convert import convert
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import TextPrompt, passes, windows
 from tests.support.chat_base import TEMPLATE, messages, save_base, write
@@ -276,25 +274,17 @@ def test_the_rows_go_through_build_datasets_unchanged(make, loaded, tmp_path):
     assert [{name: row[name] for name in ("input_ids", "labels")} for row in train] == made
 
 
-def test_evaluate_asks_the_first_turn_of_the_same_files(loaded, tmp_path):
+def test_bench_asks_the_first_turn_of_the_same_files(loaded, tmp_path):
     rows = [{"messages": messages(*CHATS[0])}, {"prompt": "p"}, {"text": "t"}]
     path = write(tmp_path / "asked.jsonl", rows)
-    chat, *texts = prompts_from(path)
-    rendered = [loaded[1].decode(one.prompt((), loaded[1])) for one in (chat, *prompts_from(path, chat=True)[1:])]
+    chat, *texts = (prompt.asked for prompt in read_prompts(path))
+    chats = [chat, *(prompt.asked for prompt in read_prompts(path, chat=True)[1:])]
+    rendered = [loaded[1].decode(chat.prompt((), loaded[1])) for chat in chats]
     assert texts == ["p", "t"]
     assert rendered == ["<system>be short<user>hi<assistant>", "<user>p<assistant>", "<user>t<assistant>"]
     write(path, [{"messages": []}])
     with pytest.raises(ValueError, match="line 1: messages="):
-        prompts_from(path)
-
-
-def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
-    head = str(tmp_path / "head")
-    convert(AutoModelForCausalLM.from_pretrained(folder), "medusa", num_heads=1).save_pretrained(head)
-    path = write(tmp_path / "asked.jsonl", [{"messages": messages(*CHATS[0])}, {"prompt": "p"}])
-    ask = ["evaluate", head, "--prompts", str(path), "--max-new-tokens", "4", "--repeats", "1", "--json"]
-    assert cli.run([*ask, "--chat"]) == cli.run(ask) == 0
-    assert cli.run(["evaluate", head, "--chat"]) == 2 and "give --prompts" in capsys.readouterr().err
+        read_prompts(path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from specheads.models.base.fingerprint import record_base
 from specheads.models.config import SpecConfig
 from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
-from specheads.training.resume import ResumeError, refuse_other_model
+from specheads.training.distributed.resume import ResumeError, refuse_other_model
 from specheads.training.trainer.trainer import SpecTrainer
 from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama

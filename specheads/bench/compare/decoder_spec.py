@@ -4,7 +4,7 @@ what: one cell of the table, and the models and engines of the run."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,15 @@ class Cell:
     def __str__(self) -> str:
         top_k = f", k = {self.top_k}" if self.top_k else ""
         return f"{self.prompts}, batch {self.batch}, T = {self.temperature:g}{top_k}"
+
+
+def by_cell(rows: Iterable[dict[str, Any]]) -> dict[Cell, list[dict[str, Any]]]:
+    """Rounds, or rows of a record, by the cell in which they were measured."""
+    cells: dict[Cell, list[dict[str, Any]]] = {}
+    for row in rows:
+        cell = Cell(row["prompts"], row["batch"], row["temperature"], row.get("top_k", 0))
+        cells.setdefault(cell, []).append(row)
+    return cells
 
 
 @dataclass

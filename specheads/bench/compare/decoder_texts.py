@@ -60,8 +60,8 @@ class TransformersLookup(OneRow):
     num_tokens: int = 10
 
     def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
-        given = {**setup.sampling(cell), "prompt_lookup_num_tokens": self.num_tokens}
-        return decoders.transformers_generate(setup.models.target, setup.max_new_tokens, **given)
+        options = {**setup.sampling(cell), "prompt_lookup_num_tokens": self.num_tokens}
+        return decoders.transformers_generate(setup.models.target, setup.max_new_tokens, **options)
 
 
 @dataclass(frozen=True)
@@ -183,44 +183,44 @@ def parse_decoder(text: str) -> DecoderSpec:
     name = first.partition(":")[0]
     try:
         options = [_option(word) for word in rest]
-        given = dict(options)
-        if len(given) < len(options):
+        words = dict(options)
+        if len(words) < len(options):
             raise ValueError("a word is given twice; name another decoder for the other value")
         if name in DECODERS:
-            refuse_unknown(given, (), f"word after {name}")
+            refuse_unknown(words, (), f"word after {name}")
             spec: DecoderSpec = DECODERS.build(first)
             return spec
-        return _ours(first, given)
+        return _ours(first, words)
     except ValueError as error:
         raise ValueError(f"decoder {text!r}: {error}") from error
 
 
-def _ours(first: str, given: dict[str, str]) -> Ours:
+def _ours(first: str, words: dict[str, str]) -> Ours:
     cascade = _CASCADE if first.startswith("cascade:") else ()
-    refuse_unknown(given, ("tree", "accept", *_SWITCHES, *cascade), "word")
+    refuse_unknown(words, ("tree", "accept", *_SWITCHES, *cascade), "word")
     drafter = None if first == "plain" else first
-    if drafter is None and given.keys() & {"tree", "accept", "auto"}:
+    if drafter is None and words.keys() & {"tree", "accept", "auto"}:
         raise ValueError("plain drafts nothing, so it takes neither a tree nor a rule nor auto")
-    if "auto" in given and given.keys() & {"tree", "accept"}:
+    if "auto" in words and words.keys() & {"tree", "accept"}:
         raise ValueError("auto chooses the tree under the exact rule, so it takes neither a tree nor a rule")
-    if "tree" in given:
-        tree_named(given["tree"])
-    if "accept" in given and rule_named(given["accept"]).requires_draft_probs and not gives_draft_probs(first):
+    if "tree" in words:
+        tree_named(words["tree"])
+    if "accept" in words and rule_named(words["accept"]).requires_draft_probs and not gives_draft_probs(first):
         raise ValueError(
-            f"the rule {given['accept']} compares the draft's probabilities with the target's, and {first} gives none"
+            f"the rule {words['accept']} compares the draft's probabilities with the target's, and {first} gives none"
         )
-    if cascade and "k" not in given:
+    if cascade and "k" not in words:
         raise ValueError(
             "a cascade takes k=…, such as k=[[5,8],[0,8]]: a row for each reviewer, a column for each draft"
         )
     try:
-        matrix, leniency = json.dumps(json.loads(given.get("k", '""'))), float(given.get("leniency", 1.0))
+        matrix, leniency = json.dumps(json.loads(words.get("k", '""'))), float(words.get("leniency", 1.0))
     except ValueError as error:
         raise ValueError(f"k is not a matrix such as [[5,8],[0,8]], or leniency not a number: {error}") from error
-    switches = {word: word in given for word in _SWITCHES}
-    of_cascade = {"leniency": leniency, "notation": given.get("notation", "incremental")} if cascade else {}
+    switches = {word: word in words for word in _SWITCHES}
+    of_cascade = {"leniency": leniency, "notation": words.get("notation", "incremental")} if cascade else {}
     matrix = matrix if cascade else ""
-    return Ours(drafter, given.get("tree"), given.get("accept"), k_matrix=matrix, **switches, **of_cascade)  # type: ignore[arg-type]
+    return Ours(drafter, words.get("tree"), words.get("accept"), k_matrix=matrix, **switches, **of_cascade)  # type: ignore[arg-type]
 
 
 def refuse_unknown_drafters(texts: Iterable[str], heads: Iterable[str]) -> None:

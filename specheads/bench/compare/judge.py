@@ -63,5 +63,5 @@ def costs_of(base: PreTrainedModel, cascade: Cascade, model: str) -> list[float]
         return None
     models = [base, *(getattr(draft, "small", None) for draft in cascade.drafts)]
     if model != "measured":
-        return cost.published(model, [getattr(one, "name_or_path", None) for one in models])
+        return cost.published(model, [getattr(reviewer, "name_or_path", None) for reviewer in models])
     return cost.measured(models)

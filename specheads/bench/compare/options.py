@@ -6,9 +6,9 @@ Only the standard library is imported at the top, so that --help does not wait f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from specheads.options import OptionError, option, refuse_unknown
 
@@ -48,7 +48,9 @@ class BenchOptions:
         metavar="[MODEL]", positional=True,
     )  # fmt: skip
     recipe: str | None = option(
-        None, "YAML file with any of these options, or the name of a shipped one; options given here replace its."
+        None,
+        "YAML file with any of these options, or the name of a shipped one; options given here replace its.",
+        recipes="bench",
     )
     decoder: tuple[str, ...] = option(
         (),
@@ -118,9 +120,9 @@ class BenchOptions:
     base: str | None = option(None, "Base model to use instead of the one the checkpoint names.")
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if str(one.type).startswith("tuple"):
-                object.__setattr__(self, one.name, _several(one.name, str(one.type), getattr(self, one.name)))
+        for field in fields(self):
+            if str(field.type).startswith("tuple"):
+                object.__setattr__(self, field.name, _several(field.name, str(field.type), getattr(self, field.name)))
         for name in ("prompt_tokens", "max_new_tokens"):
             object.__setattr__(self, name, str(getattr(self, name)))
         for name in ("record", "out"):
@@ -171,15 +173,15 @@ class BenchOptions:
         return list(dict.fromkeys(pairs))
 
     def to_dict(self) -> dict[str, Any]:
-        """As a record has them: plain values."""
+        """As a record has them: plain values, without those of a command."""
         return {
             name: [str(v) if isinstance(v, Path) else v for v in value] if isinstance(value, tuple)
             else str(value) if isinstance(value, Path) else value
-            for name, value in asdict(self).items()
+            for name, value in ((field.name, getattr(self, field.name)) for field in fields(BenchOptions))
         }  # fmt: skip
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> BenchOptions:
+    def read(cls, values: Mapping[str, Any]) -> Self:
         """From a mapping of options by name; those of the recipe that it names, if any, are under them. ValueError for
         an unknown or malformed one, OSError if the recipe cannot be read."""
         from specheads.training.recipe.recipe import RecipeError, parse_file
@@ -189,7 +191,9 @@ class BenchOptions:
             below = parse_file(Path(path))
             if not isinstance(below, dict):
                 raise RecipeError(f"{path} holds {below!r:.60}: expected a mapping with model, decoder and so on")
-        refuse_unknown([*below, *values], [one.name for one in fields(cls)], "option of bench")
+        known = [[field.name for field in fields(kind)] for kind in (BenchOptions, cls)]
+        for names, options in zip((below, values), known, strict=True):
+            refuse_unknown(names, options, "option of bench")
         return cls(**{**below, **values})
 
 
@@ -199,7 +203,7 @@ def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) and kind in (int, float):
         value = [part.strip() for part in value.split(",")]
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return tuple(dict.fromkeys(_parse(name, one, kind) for one in values))
+    return tuple(dict.fromkeys(_parse(name, entry, kind) for entry in values))
 
 
 def _parse(name: str, value: Any, kind: type) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.compare.decoder_spec import Cell
+from specheads.bench.compare.decoder_spec import by_cell
 from specheads.decoding.acceptance import RULES
 
 AXES = {"accuracy": "accuracy (share of right answers)", "nats": "nats a token from the base (at T = 0 mean KL)"}
@@ -39,18 +39,11 @@ def draw(folder: Path, record: dict[str, Any]) -> list[Path]:
     return [folder / name for name in pictures]
 
 
-def cells_of(rows: Sequence[dict[str, Any]]) -> dict[Cell, list[dict[str, Any]]]:
-    cells: dict[Cell, list[dict[str, Any]]] = {}
-    for row in rows:
-        cells.setdefault(Cell(row["prompts"], row["batch"], row["temperature"], row["top_k"]), []).append(row)
-    return cells
-
-
 def speed_ups(record: dict[str, Any]) -> Any:
     """Each decoder's speed-up over the reference, with its interval."""
     from matplotlib import pyplot
 
-    cells = cells_of(record["rows"])
+    cells = by_cell(record["rows"])
     names = list(dict.fromkeys(row["decoder"] for row in record["rows"]))
     across = max(1, len(cells) // len({cell.prompts for cell in cells}))
     down = -(-len(cells) // across)
@@ -81,7 +74,7 @@ def trade_offs(record: dict[str, Any]) -> Any:
     rule, its points ordered by threshold."""
     from matplotlib import pyplot
 
-    cells = cells_of(record["rows"])
+    cells = by_cell(record["rows"])
     along = [name for name in ("nats", "accuracy") if any(row[name] is not None for row in record["rows"])]
     figure, panels = pyplot.subplots(
         len(cells), len(along), figsize=(7.0 * len(along), 4.8 * len(cells)), squeeze=False, layout="constrained"

@@ -50,16 +50,10 @@ def prompt_sets(options: BenchOptions, tokenizer: Any, held_out: list[str] | Non
     sets = sets_from(options.prompts, tokenizer, count, options.categories, chat=chat)
     for name in options.task:
         task = load_task(name, tokenizer, count, run_code=options.run_code)
-        asked = [question.prompt for question in task.questions]
-        ids = [prompt if isinstance(prompt, list) else encode_text(prompt, tokenizer, chat=chat) for prompt in asked]
-        sets.append(PromptSet(name, ids, [None] * len(ids), task=task))
+        prompts = [question.prompt for question in task.questions]
+        asked = [Conversation.from_text(prompt) if chat and isinstance(prompt, str) else prompt for prompt in prompts]
+        sets.append(replace(encode(name, [Prompt(prompt) for prompt in asked], tokenizer), task=task))
     return sets
-
-
-def encode_text(text: str, tokenizer: Any, *, chat: bool) -> list[int]:
-    asked: str | list[int] = Conversation.from_text(text).prompt((), tokenizer) if chat else text
-    ids: list[int] = tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked
-    return ids
 
 
 def default_sets(
@@ -73,8 +67,14 @@ def default_sets(
     sets = [encode(HELD_OUT, files, tokenizer), encode(THIRD_PARTY, packages, tokenizer, note)]
     if fewest is None:
         return sets
-    lengths = {one.name: draw_numbers(count, fewest, num_tokens, seed, f"lengths {one.name}") for one in sets}
-    return [replace(one, ids=[ids[:n] for ids, n in zip(one.ids, lengths[one.name], strict=True)]) for one in sets]
+    lengths = {
+        prompt_set.name: draw_numbers(count, fewest, num_tokens, seed, f"lengths {prompt_set.name}")
+        for prompt_set in sets
+    }
+    return [
+        replace(prompt_set, ids=[ids[:n] for ids, n in zip(prompt_set.ids, lengths[prompt_set.name], strict=True)])
+        for prompt_set in sets
+    ]
 
 
 def sets_from(
@@ -107,8 +107,11 @@ def encode(name: str, prompts: Sequence[Prompt], tokenizer: Any, note: str = "")
     last_turns: list[tuple[int, int]] = []
     for prompt in prompts:
         asked = prompt.asked
-        ids.append(tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked.prompt((), tokenizer))
-        if not isinstance(asked, str) and asked.num_turns > 1:
+        if isinstance(asked, Conversation):
+            ids.append(asked.prompt((), tokenizer))
+        else:
+            ids.append(tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked)
+        if isinstance(asked, Conversation) and asked.num_turns > 1:
             earlier = asked.num_turns - 1
             last_turns.append((len(asked.prompt([""] * earlier, tokenizer)), earlier))
     if [] in ids:
@@ -116,7 +119,7 @@ def encode(name: str, prompts: Sequence[Prompt], tokenizer: Any, note: str = "")
     categories = [prompt.category for prompt in prompts]
     if not last_turns:
         return PromptSet(name, ids, categories, note)
-    texts = sum(1 if isinstance(prompt.asked, str) else prompt.asked.num_turns for prompt in prompts)
+    conversations = [p.asked if isinstance(p.asked, Conversation) else Conversation.from_text("") for p in prompts]
+    texts = sum(conversation.num_turns for conversation in conversations)
     note = "; ".join(filter(None, [note, f"{texts} texts, each answer being context of the next turn"]))
-    conversations = [Conversation.from_text("") if isinstance(p.asked, str) else p.asked for p in prompts]
     return PromptSet(name, ids, categories, note, conversations, last_turns)

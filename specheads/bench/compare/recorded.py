@@ -63,11 +63,11 @@ def replayed(known: Record, drafter: Drafter | None, plan: Plan | None, device: 
         for prompt in prompts:
             steps.append(list(replay(known, prompt, drafter, chain, device)))
             reviews.append(drafter.reviews if len(steps[-1]) > 1 else ())
-        gains = [[len(step.tokens[0]) for step in one] for one in steps]
+        gains = [[len(step.tokens[0]) for step in row] for row in steps]
         passes = {"draft_reviews": sum_columns(reviews)} if any(reviews) else {}
-        texts = [[token for step in one for token in step.tokens[0]] for one in steps]
+        texts = [[token for step in row for token in step.tokens[0]] for row in steps]
         return Output(
-            texts, counts(gains) | passes, gains, accepted=[[step.accepted[0] for step in one] for one in steps]
+            texts, counts(gains) | passes, gains, accepted=[[step.accepted[0] for step in row] for row in steps]
         )
 
     return run

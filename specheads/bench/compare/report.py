@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench import cost, environment
-from specheads.bench.compare.decoder_spec import Cell
+from specheads.bench.compare.decoder_spec import Cell, by_cell
 from specheads.bench.figures.intervals import ratio_interval, speed
-from specheads.bench.figures.repetition import GRAM
-from specheads.bench.figures.samples import POSITIONS, Round, figures, work_of
+from specheads.bench.figures.samples import GRAM, POSITIONS, Round, figures, work_of
 from specheads.bench.report import format_figure, format_interval, markdown
 from specheads.decoding.acceptance import rule_named
 from specheads.files import write_whole
@@ -56,20 +55,17 @@ def rows_of(
 ) -> list[Row]:  # fmt: skip
     """A row for each cell and decoder, in the order in which they were measured. costs: of a pass of the base and of
     each draft, by decoder; replayed: without the base's passes, so that speeds mean nothing and are left out."""
-    cells: dict[tuple[Any, ...], list[Round]] = {}
-    for one in rounds:
-        cells.setdefault((one["prompts"], one["batch"], one["temperature"], one.get("top_k", 0)), []).append(one)
     rows = []
-    for (prompts, batch, temperature, top_k), measured in cells.items():
-        for name in dict.fromkeys(name for one in measured for name in one["decoders"]):
-            served = [one for one in measured if name in one["decoders"]]
+    for cell, measured in by_cell(rounds).items():
+        for name in dict.fromkeys(name for round_ in measured for name in round_["decoders"]):
+            served = [round_ for round_ in measured if name in round_["decoders"]]
             row = figures(served, name, reference)
             exact, swi = exact_twin(name), None
             if row["reviews"] and name in (costs or {}):
                 swi = cost.walltime_improvement(row["gained"], row["reviews"], (costs or {})[name])
             rows.append({
-                "prompts": prompts, "batch": batch, "temperature": temperature, "top_k": top_k, "decoder": name,
-                "reference": name == reference, "lossless": is_lossless(name), **row, "swi": swi,
+                **vars(cell), "decoder": name, "reference": name == reference, "lossless": is_lossless(name), **row,
+                "swi": swi,
                 "over_exact": None if exact == name else over(served, name, exact),
                 "step_over_floor": _over(row["step_seconds"], floor_seconds),
                 "verify_over_floor": _over(row["verify_seconds"], floor_seconds),
@@ -95,7 +91,7 @@ def is_lossless(name: str) -> bool:
 def over(rounds: Sequence[Round], name: str, other: str) -> list[float] | None:
     """The speed over another decoder's in the same rounds, and the ends of its interval if it has one; None if that did
     not run."""
-    both = [one for one in rounds if other in one["decoders"]]
+    both = [round_ for round_ in rounds if other in round_["decoders"]]
     if not both:
         return None
     work, beside = work_of(both, name), work_of(both, other)
@@ -108,12 +104,12 @@ def tables(rows: Sequence[Row], *, wide: bool = True) -> Iterator[Table]:
 
     wide: False for the first columns of the speeds alone, which fit a terminal of 80 columns."""
     shown = len(COLUMNS) if wide else NARROW
-    for cell, own in _by_cell(rows).items():
-        yield Table(f"{cell}: speed", *_without_empty(COLUMNS[:shown], [speed_cells(row)[:shown] for row in own]))
+    for cell, cell_rows in by_cell(rows).items():
+        yield Table(f"{cell}: speed", *_without_empty(COLUMNS[:shown], [speed_cells(row)[:shown] for row in cell_rows]))
     if not wide:
         return
-    for cell, own in _by_cell(rows).items():
-        drafted = [row for row in own if (row["accepted_by_depth"] or [0])[0] > 0]
+    for cell, cell_rows in by_cell(rows).items():
+        drafted = [row for row in cell_rows if (row["accepted_by_depth"] or [0])[0] > 0]
         if cell.batch == min(row["batch"] for row in rows) and drafted:
             yield accepted_table(cell, drafted)
 
@@ -172,7 +168,7 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
 
 def position_range(start: str) -> str:
     """The range of output positions that begins at `start`, such as `64–127`."""
-    after = [one for one in POSITIONS if one > int(start)]
+    after = [position for position in POSITIONS if position > int(start)]
     return f"{start}–{after[0] - 1}" if after else f"{start} on"
 
 
@@ -205,9 +201,9 @@ def notes(record: dict[str, Any]) -> list[str]:
 def fastest_lossy(rows: Sequence[Row], share: float = 0.98) -> Iterator[str]:
     """For each cell and drafter with right answers under the exact rule: the fastest lossy rule with at least `share`
     of its accuracy."""
-    for cell, own in _by_cell(rows).items():
-        for exact in own:
-            rules = [row for row in own if not row["lossless"] and exact_twin(row["decoder"]) == exact["decoder"]]
+    for cell, cell_rows in by_cell(rows).items():
+        for exact in cell_rows:
+            rules = [row for row in cell_rows if not row["lossless"] and exact_twin(row["decoder"]) == exact["decoder"]]
             if not rules or not exact["accuracy"]:
                 continue
             kept = [row for row in rules if row["over_exact"] and row["accuracy"] >= share * exact["accuracy"]]
@@ -242,7 +238,7 @@ def new_tokens(record: dict[str, Any]) -> str:
 
 def as_json(record: dict[str, Any]) -> str:
     """The record as JSON with one line per round, since indenting would give each of its many numbers a line."""
-    rounds = ",\n  ".join(json.dumps(one, allow_nan=False) for one in record["rounds"])
+    rounds = ",\n  ".join(json.dumps(round_, allow_nan=False) for round_ in record["rounds"])
     rest = json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1, allow_nan=False)
     return rest.removesuffix("\n}") + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
 
@@ -265,16 +261,8 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
 
 def legend(shown: Sequence[Table]) -> list[str]:
     """A line on each column of these tables that needs one."""
-    columns = {name for one in shown for name in one.columns}
+    columns = {name for table in shown for name in table.columns}
     return [line for column, line in LEGEND.items() if column in columns]
-
-
-def _by_cell(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
-    cells: dict[Cell, list[Row]] = {}
-    for row in rows:
-        cell = Cell(row["prompts"], row["batch"], row["temperature"], row.get("top_k", 0))
-        cells.setdefault(cell, []).append(row)
-    return cells
 
 
 def _without_empty(columns: tuple[str, ...], lines: list[list[str]]) -> tuple[tuple[str, ...], list[list[str]]]:

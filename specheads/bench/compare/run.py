@@ -84,7 +84,7 @@ def _run(
     known = None
     if options.record is not None:
         tell(0.0, "recording the target")
-        every = [ids for one in sets for ids in one.ids]
+        every = [ids for prompt_set in sets for ids in prompt_set.ids]
         known = record_of(options.record, setup.models.target, every, setup.max_new_tokens)
         common = digest(common, hashlib.sha256(options.record.read_bytes()).hexdigest())
     outcome = Outcome([], {}, complete=True)
@@ -147,7 +147,10 @@ def _drafters(setup: BenchSetup, spec: DecoderSpec) -> list[Drafter]:
     if isinstance(spec, Ours) and isinstance(cascade := spec.load(setup), Cascade):
         return list(cascade.drafts)
     if isinstance(spec, Ours) and spec.auto:
-        return [auto_drafter(setup.models.target, one) if isinstance(one, DraftHead) else one for one in loaded]
+        return [
+            auto_drafter(setup.models.target, drafter) if isinstance(drafter, DraftHead) else drafter
+            for drafter in loaded
+        ]
     return loaded
 
 
@@ -168,7 +171,7 @@ class _CellRun:
     ) -> None:  # fmt: skip
         self.cell, self.prompts, self.options, self.setup, self.results = cell, prompts, options, setup, results
         self.specs, self.known = specs, known
-        asked = [one.key for one in prompts.conversations]
+        asked = [conversation.key for conversation in prompts.conversations]
         answers = [question.answer for question in prompts.task.questions] if prompts.task else []
         self.common = digest(common, str(cell), prompts.ids, prompts.categories, asked, answers)
         tokenizer, base = setup.models.tokenizer, setup.models.target

@@ -32,11 +32,13 @@ def signature_questions(tokenizer: Any, count: int) -> list[tuple[list[int], str
         raise ValueError(
             f"{count} signatures asked for, but the held-out files have {len(usable)} that are long enough"
         )
-    made = []
+    questions = []
     for head, parameters, source in evenly_spaced(usable, count):
         shown = tokenizer(source)["input_ids"][:SHOWN]
-        made.append(([*shown, *tokenizer("\n\n" + head, add_special_tokens=False)["input_ids"]], plain(parameters)))
-    return made
+        questions.append(
+            ([*shown, *tokenizer("\n\n" + head, add_special_tokens=False)["input_ids"]], plain(parameters))
+        )
+    return questions
 
 
 def functions(text: str) -> Iterator[tuple[str, str, str]]:

@@ -192,8 +192,8 @@ def rows_of(name: str, files: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]
     if not files:
         return load_dataset_rows(source.hub, source.split, subset=source.subset, prompt_column=source.columns[0])
     splits = [rows for file in files if (rows := _test_split(Path(file)))]
-    given: Any = list(itertools.chain(*splits)) if len(splits) == len(files) else list(files)
-    return load_dataset_rows(given, prompt_column=source.columns[0], text_column=source.columns[-1])
+    data: Any = list(itertools.chain(*splits)) if len(splits) == len(files) else list(files)
+    return load_dataset_rows(data, prompt_column=source.columns[0], text_column=source.columns[-1])
 
 
 def _test_split(file: Path) -> list[Any] | None:

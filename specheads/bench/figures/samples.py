@@ -12,12 +12,12 @@ from statistics import median
 from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
-from specheads.bench.figures.repetition import split_by_text
 from specheads.bench.runner import Race, TimedRun, first_difference
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
 POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
+GRAM = 8  # a token counts as repeated if the n-gram of this length that it completes has occurred before
 
 
 def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
@@ -65,8 +65,8 @@ def rounds_of(race: Race, reference: str) -> list[Round]:
 def samples_by_batch(rounds: Iterable[Round], name: str) -> dict[int, list[Sample]]:
     """Index of the prompt batch → the decoder's samples of it, one for each repeat."""
     batches: dict[int, list[Sample]] = {}
-    for one in sorted(rounds, key=lambda one: one["index"]):
-        batches.setdefault(one["index"], []).append(one["decoders"][name])
+    for round_ in sorted(rounds, key=lambda round_: round_["index"]):
+        batches.setdefault(round_["index"], []).append(round_["decoders"][name])
     return batches
 
 
@@ -86,14 +86,14 @@ def figures(rounds: Sequence[Round], name: str, reference: str) -> dict[str, Any
     whose text equals the reference's, None if not compared. accepted_length: tokens per step and row, without the
     prefill; None if unknown, like its breakdowns. shares: of the run's seconds. step_seconds: of one step of a batch.
     """
-    own, other = work_of(rounds, name), work_of(rounds, reference)
-    work: Work = list(own.values())
-    base: Work = [other[index] for index in own]
-    samples = [one["decoders"][name] for one in rounds]
+    by_batch, other = work_of(rounds, name), work_of(rounds, reference)
+    work: Work = list(by_batch.values())
+    base: Work = [other[index] for index in by_batch]
+    samples = [round_["decoders"][name] for round_ in rounds]
     interval = ratio_interval(work, base)
-    first = [one for one in rounds if one["repeat"] == min(r["repeat"] for r in rounds)]
-    texts = [at for one in first for at in one["decoders"][name]["differs_at"] or ()]
-    compared = all(one["decoders"][name]["differs_at"] is not None for one in first)
+    first = [round_ for round_ in rounds if round_["repeat"] == min(r["repeat"] for r in rounds)]
+    texts = [at for round_ in first for at in round_["decoders"][name]["differs_at"] or ()]
+    compared = all(round_["decoders"][name]["differs_at"] is not None for round_ in first)
     return {
         "tokens": sum(tokens for tokens, _ in work),
         "seconds": sum(seconds for _, seconds in work),
@@ -101,7 +101,7 @@ def figures(rounds: Sequence[Round], name: str, reference: str) -> dict[str, Any
         "speed_up": speed(work) / speed(base),
         "speed_up_interval": None if interval is None else list(interval),
         "same_text": sum(at is None for at in texts) if compared else None,
-        "texts": sum(len(one["categories"]) for one in first),
+        "texts": sum(len(round_["categories"]) for round_ in first),
         **accepted(first, name),
         **time_split(samples),
         "by_text": by_text(rounds, name, reference),
@@ -113,7 +113,7 @@ def judged(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """What texts are worth: accuracy, the share of right answers; nats a token from the target, over tokens that it
     does not rule out, and the number of those that it does (`outside`); reviews by the target and by each draft of a
     cascade, and the tokens that they gained. None if unknown."""
-    samples = [one["decoders"][name] for one in rounds]
+    samples = [round_["decoders"][name] for round_ in rounds]
     right = [answer for s in samples for answer in s.get("right", ())]
     scored = [s for s in samples if "nats" in s]
     outside = sum(s["outside"] for s in scored)
@@ -141,11 +141,11 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     by_category: dict[str, list[int]] = {}
     by_position: dict[int, list[int]] = {}
     counts = [(s["gained"], s["rows_stepped"]) for s in (r["decoders"][name] for r in rounds) if "gained" in s]
-    for one in rounds:
-        of_rows = one["decoders"][name]["gains"]
-        drafted = one["decoders"][name].get("accepted") or [[gained - 1 for gained in row] for row in of_rows]
+    for round_ in rounds:
+        of_rows = round_["decoders"][name]["gains"]
+        drafted = round_["decoders"][name].get("accepted") or [[gained - 1 for gained in row] for row in of_rows]
         drafts += [count for row in drafted for count in row[1:]]
-        for row, category in zip(of_rows, one["categories"], strict=False):
+        for row, category in zip(of_rows, round_["categories"], strict=False):
             position = 0
             for number, gained in enumerate(row):
                 if number:
@@ -164,30 +164,30 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         "accepted_length": _mean(gains),
         "accepted_drafts": sum(drafts),
         "accepted_by_depth": [sum(n >= d for n in drafts) / len(drafts) for d in range(1, max(drafts) + 1)],
-        "accepted_by_category": {category: _mean(own) for category, own in sorted(by_category.items())} or None,
-        "accepted_by_position": {str(start): _mean(own) for start, own in sorted(by_position.items())},
+        "accepted_by_category": {category: _mean(values) for category, values in sorted(by_category.items())} or None,
+        "accepted_by_position": {str(start): _mean(values) for start, values in sorted(by_position.items())},
     }
 
 
 def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dict[str, Any]] | None:
     """Share of the tokens, speed, ratio and accepted length on new text (`unrepeated`) and on text that repeats itself
     (`repeated`), if there is any; None unless both decoders report the time of their steps."""
-    own, other = samples_by_batch(rounds, name), samples_by_batch(rounds, reference)
-    if not all(s.get("by_text") for samples in (*own.values(), *other.values()) for s in samples):
+    batches, other = samples_by_batch(rounds, name), samples_by_batch(rounds, reference)
+    if not all(s.get("by_text") for samples in (*batches.values(), *other.values()) for s in samples):
         return None
-    work = {kind: text_work(own, kind) for kind in ("unrepeated", "repeated")}
+    work = {kind: text_work(batches, kind) for kind in ("unrepeated", "repeated")}
     every = sum(tokens for tokens, *_ in work.values())
-    found = {}
+    parts = {}
     for kind, (tokens, seconds, gained, steps) in work.items():
         other_tokens, other_seconds, *_ = text_work(other, kind)
         if tokens:
-            found[kind] = {
+            parts[kind] = {
                 "share": tokens / every,
                 "tokens_per_second": tokens / seconds,
                 "speed_up": tokens / seconds / (other_tokens / other_seconds) if other_tokens else None,
                 "accepted_length": gained / steps if steps else None,
             }
-    return found
+    return parts
 
 
 def text_work(batches: dict[int, list[Sample]], kind: str) -> list[float]:
@@ -224,3 +224,28 @@ def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def split_by_text(run: TimedRun) -> dict[str, list[float]]:
+    """Four figures each for steps whose first token continues new text (`unrepeated`) or repeated text (`repeated`):
+    tokens, seconds, tokens after the prefill, steps after it. For a batch of one row; zeros if steps are unknown."""
+    sums: dict[str, list[float]] = {"unrepeated": [0, 0.0, 0, 0], "repeated": [0, 0.0, 0, 0]}
+    again, position = repeated(run.output.tokens[0]), 0
+    for number, (gained, seconds) in enumerate(run.steps):
+        kind = "repeated" if position < len(again) and again[position] else "unrepeated"
+        for i, figure in enumerate((gained, seconds, gained if number else 0, 1 if number else 0)):
+            sums[kind][i] += figure
+        position += gained
+    return sums
+
+
+def repeated(tokens: Sequence[int], gram: int = GRAM) -> list[bool]:
+    """For each token: do the `gram` tokens that end with it occur earlier in the same generated text?"""
+    seen: set[tuple[int, ...]] = set()
+    marks = []
+    for end in range(1, len(tokens) + 1):
+        window = tuple(tokens[max(0, end - gram) : end])
+        marks.append(window in seen)
+        if len(window) == gram:
+            seen.add(window)
+    return marks

@@ -72,11 +72,11 @@ def tune_compiled(
 
     first, *others = chains
     short = drafting(first, READ_WIDTHS[0])
-    one = (drafting(others[-1], READ_WIDTHS[0]) - short) / (others[-1].depth - first.depth) if others else 0.0
-    one = max(0.0, one)
-    read = max(0.0, short - (first.depth - 1) * one)
-    wide = max(0.0, drafting(first, READ_WIDTHS[-1]) - (first.depth - 1) * one)
-    levels = [(1, one), *((4, max(0.0, drafting(tree, READ_WIDTHS[0]) - read)) for tree in trees)]
+    level = (drafting(others[-1], READ_WIDTHS[0]) - short) / (others[-1].depth - first.depth) if others else 0.0
+    level = max(0.0, level)
+    read = max(0.0, short - (first.depth - 1) * level)
+    wide = max(0.0, drafting(first, READ_WIDTHS[-1]) - (first.depth - 1) * level)
+    levels = [(1, level), *((4, max(0.0, drafting(tree, READ_WIDTHS[0]) - read)) for tree in trees)]
     reads = Curve.fit(((READ_WIDTHS[0], read), (READ_WIDTHS[-1], wide)))
     shapes = {tree.inner_nodes: drafting(tree, READ_WIDTHS[0]) for tree in (*chains, *trees)}
     return StepCosts(config.batch, verify, zero, lookup, reads, Curve.fit(levels), shapes)

@@ -99,16 +99,16 @@ def _timed(
         sampler=Sampler(), accept=Exact(), stop=lambda row, text, count: -1, max_new_tokens=new,
     )  # fmt: skip
     next(steps)
-    found = []
+    times = []
     for number, step in enumerate(_limited(steps, (config.steps + UNTIMED) * every)):
         if number < UNTIMED * every:
             continue  # warms up
         if kind == "verify":
             verify = target.seconds
-            found.append((verify * 1e3, max(0.0, step.seconds - verify - drafter.seconds) * 1e3))
+            times.append((verify * 1e3, max(0.0, step.seconds - verify - drafter.seconds) * 1e3))
         elif drafter.seconds:
-            found.append((drafter.seconds * 1e3, 0.0))
-    return found
+            times.append((drafter.seconds * 1e3, 0.0))
+    return times
 
 
 def _limited(steps: Iterator[Any], count: int) -> Iterator[Any]:

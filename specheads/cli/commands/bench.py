@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,24 @@ from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import Peer
 from specheads.bench.compare.plots import require_matplotlib
 from specheads.bench.compare.prompt_sets import prompt_sets
-from specheads.bench.compare.run import decoders_of, run
+from specheads.bench.compare.run import decoders_of
+from specheads.bench.compare.run import run as run_rounds
 from specheads.bench.figures.floor import measure_floor
+from specheads.cli.app import output
+from specheads.cli.errors import refuse_file, refuse_folder
+from specheads.cli.options.measure import BenchCommand
 from specheads.decoding.drafters import Cascade
 from specheads.models.named import Models
+
+
+def run(options: BenchCommand) -> int:
+    """The exit code is 130, as after Ctrl-C, if not all rounds are done."""
+    refuse_file(options.out, "--out")
+    if options.record is not None:
+        refuse_folder(options.record, "--record")
+    record = bench(options, shlex.join(["specheads", *sys.argv[1:]]))
+    output(record, show, options.as_json)
+    return 0 if record["complete"] else 130
 
 
 def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
@@ -46,12 +62,12 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
     costs = cascade_costs(options.cost, setup, specs)
     held_out = shipped.held_out_names(Path(str(models.target.name_or_path)))
     sets = prompt_sets(options, models.tokenizer, held_out)
-    setup.longest = max(one.longest(most) for one in sets)
+    setup.longest = max(prompt_set.longest(most) for prompt_set in sets)
     where, floor = environment.environment(), measure_floor(models.target)
     try:
         versions = {name: version for peer in peers.values() for name, version in peer.ask("versions").items()}
         with terminal.progress(terminal.make_console(stderr=True), "measuring") as tell:
-            outcome = run(options, setup, specs, sets, tell)
+            outcome = run_rounds(options, setup, specs, sets, tell)
     finally:
         for peer in peers.values():
             peer.close()
@@ -62,7 +78,9 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
         "command": command, "environment": where, "peers": versions, **options.to_dict(),
         "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": most, "lowest_limit": fewest,
         "floor": floor.to_dict(), "costs": costs, "complete": outcome.complete,
-        "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
+        "prompt_sets": {
+            prompt_set.name: {"prompts": len(prompt_set.ids), "note": prompt_set.note} for prompt_set in sets
+        },
         "left_out": outcome.left_out, "rows": rows, "rounds": outcome.rounds,
     }  # fmt: skip
     files = report.write(options.out, record, plots=options.plots and options.record is None)
@@ -106,7 +124,11 @@ def load_engines(texts: Collection[str]) -> dict[str, tuple[Engine, Path]]:
 def cascade_costs(cost: str, setup: BenchSetup, specs: Mapping[str, DecoderSpec]) -> dict[str, list[float]]:
     """By decoder, the costs of a pass of the base and of each draft of its cascade, where they are known."""
     loaded = {text: spec.load(setup) for text, spec in specs.items() if isinstance(spec, Ours) and spec.k_matrix}
-    known = {text: costs_of(setup.models.target, one, cost) for text, one in loaded.items() if isinstance(one, Cascade)}
+    known = {
+        text: costs_of(setup.models.target, drafter, cost)
+        for text, drafter in loaded.items()
+        if isinstance(drafter, Cascade)
+    }
     return {text: costs for text, costs in known.items() if costs is not None}
 
 

@@ -12,11 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specheads.data.datasets import build_datasets
 from specheads.data.rows import IGNORED
-from specheads.hub import hub_options
-from specheads.models.base.loading import load_config, load_tokenizer, stop_ids
 from specheads.terminal import has_colors, make_console, printable
+from specheads.training.recipe.loading import load_rows
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 
 LEARNT = "bold green"
@@ -28,11 +26,7 @@ def show(recipe: Path, overrides: Sequence[str], count: int) -> None:
     wanted = read_recipe(recipe, overrides)
     if wanted.features or wanted.data is None:
         raise RecipeError(f"features={wanted.features!r}: saved features have no text to show; leave them out")
-    hub = hub_options(wanted.base)
-    config = load_config(wanted.base, **hub).get_text_config(decoder=True)
-    tokenizer = load_tokenizer(wanted.base, **hub)
-    stops = stop_ids(wanted.base, config, tokenizer, **hub)
-    rows, _ = build_datasets(replace(wanted.data, packing=False), tokenizer, config.vocab_size, stops)
+    rows, _, tokenizer = load_rows(replace(wanted, data=replace(wanted.data, packing=False)))
     console = make_console()
     chosen = sorted(random.Random(wanted.data.seed).sample(range(len(rows)), min(count, len(rows))))
     for index in chosen:

@@ -11,7 +11,8 @@ import torch
 from specheads import terminal
 from specheads.bench.compare.recorded import load_record
 from specheads.bench.prompts import held_out_prompts
-from specheads.bench.tree_search import (
+from specheads.bench.tune import TuneConfig, merge, tune
+from specheads.bench.tune.tree_search import (
     Candidate,
     acceptance_of,
     mean_length,
@@ -19,7 +20,6 @@ from specheads.bench.tree_search import (
     search_copies,
     search_head,
 )
-from specheads.bench.tune import TuneConfig, merge, tune
 from specheads.cli.app import emit
 from specheads.cli.errors import refuse_file, refuse_folder
 from specheads.cli.options.measure import TuneOptions

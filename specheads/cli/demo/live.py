@@ -1,12 +1,15 @@
-"""The demo's training: an EAGLE-3 head, for a fixed time, on source files and the base's own continuations."""
+"""The demo's training: an EAGLE-3 head, for a fixed time, on source files and the base's own continuations; and before
+it, if the package came without a base, a tiny one on the standard library."""
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,12 @@ from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import Eagle3Head
 from specheads.models.spec_model import SpecModel
+from specheads.training.base_model.options import Options
+from specheads.training.base_model.run import RECORD, train
 from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
+
+BASE_MINUTES = 1.0  # of its training
+BASE_FILES = 250  # of the standard library: quickly encoded, and more than two cores train on in that time
 
 
 @dataclass(frozen=True)
@@ -179,3 +187,23 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seco
         tell(min(0.99, (time.monotonic() - began) / seconds), f"{sum(map(len, texts))} texts")
     tell(1.0, f"{sum(map(len, texts))} texts")
     return torch.cat(texts) if texts else torch.empty(0, options.row_tokens, dtype=torch.long)
+
+
+def own_base(folder: Path, seed: int, out: Console) -> Path:
+    """Make sure that `folder` has a base: one from an earlier demo, or one trained now."""
+    if (folder / RECORD).is_file():
+        out.print(f"base: {folder}, which an earlier demo trained; delete the folder to train another")
+        return folder
+    options = Options(
+        str(folder), layers=4, hidden_size=128, intermediate_size=352, head_dim=32, vocab_size=2048, batch_size=16,
+        sequence_length=128, files=BASE_FILES, minutes=BASE_MINUTES, save_steps=10**9, seed=seed,
+    )  # fmt: skip
+    with terminal.progress(out, "training a base") as tell:
+        train(options, say=lambda line: None, tell=tell)
+    record = json.loads((folder / RECORD).read_text("utf8"))
+    out.print(
+        f"saved {folder}: {record['parameters'] / 1e6:.1f}M parameters, {record['tokens'] / 1e3:.0f}k tokens, held-out "
+        f"loss {record['held_out_loss']:.2f}. After so little training it repeats itself more than it writes Python; "
+        "what the demo shows is that drafts do not change its text"
+    )
+    return folder

@@ -25,8 +25,7 @@ from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
 from specheads.cli import text
 from specheads.cli.app import emit
-from specheads.cli.demo.live import LiveOptions, train_live
-from specheads.cli.demo.own_base import own_base
+from specheads.cli.demo.live import LiveOptions, own_base, train_live
 from specheads.cli.errors import refuse_file
 from specheads.cli.options.training import DemoOptions
 from specheads.decoding.generation import prompt_batches

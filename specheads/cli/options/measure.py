@@ -1,49 +1,26 @@
-"""The options of evaluate, parity, calibrate and tune."""
+"""The options of bench, parity, calibrate and tune."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
-from specheads.cli.options.shared import HEAD, MODEL, Drafting, Output, Placement
+from specheads.bench.compare.options import BenchOptions
+from specheads.cli.options.shared import HEAD, Output, Placement
+from specheads.cli.shipped import find_recipe
 from specheads.options import OptionError, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(Drafting, Placement, Output):
-    """Measure a drafter with real decoding.
+class BenchCommand(BenchOptions, Output):
+    __doc__ = BenchOptions.__doc__
 
-    The tables show tokens/s, accepted length, and whether the text is the same. The drafter takes turns with
-    transformers' generate() and with our own loop without drafts, greedily on the same prompts. With --accept it also
-    runs under that rule, beside the exact one. Rows with 'messages' go through the chat template up to the user's first
-    turn. A token counts as repeated text if the 8 tokens that end with it occurred before in the same text.
-
-    \b
-    Examples:
-      specheads evaluate out/head
-      specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
-      specheads evaluate out/head --prompts questions.txt --chat --batch-size 8
-      specheads evaluate google/flan-t5-large --draft model:google/flan-t5-small --prompts questions.txt
-    """
-
-    model: str = argument("MODEL", MODEL)
-    prompts: Path | None = option(
-        None,
-        "File of prompts: .jsonl ('messages', 'prompt' or 'text'), or one prompt per line (default: held-out source "
-        "files).",
-    )
-    chat: bool = option(False, "Format text prompts with the chat template.")
-    max_new_tokens: int = option(128, "Maximum tokens to generate.", min=1)
-    num_prompts: int | None = option(None, "Number of prompts (default: 8, or all of the file).", min=1)
-    batch_size: int = option(1, "Prompts at a time; with 2 or more a row that ends takes the next prompt.", min=1)
-    repeats: int = option(3, "Repeats; each prompt batch counts with its median.", min=1)
-    draft: str | None = option(None, "What drafts, as in generate (default: the head, or else lookup).", metavar="NAME")
-
-    def __post_init__(self) -> None:
-        if self.chat and self.prompts is None:
-            raise OptionError("{chat}: the held-out files are not chats; give {prompts}", chat=True, prompts=...)
-        if self.draft == "none":
-            raise OptionError("{draft}: there is no drafter to measure; name one", draft="none")
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        recipe = values.get("recipe")
+        return super().read(values if recipe is None else {**values, "recipe": str(find_recipe(recipe, "bench"))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +48,7 @@ class CalibrateOptions(Placement, Output):
     """Find the static tree that suits a head.
 
     It holds the drafts that were right most often on data. A larger tree accepts more and costs more to verify: choose
-    the size by the printed table or with `evaluate --tree`.
+    the size by the printed table or with `bench --tree`.
 
     \b
     Examples:

@@ -42,7 +42,7 @@ class Placement:
 class Drafting:
     """What drafts, in which trees, and which drafts are accepted: generate()'s draft=, tree= and accept=."""
 
-    draft: str | None = option(
+    draft: str = option(
         "auto",
         f"What drafts: auto[:FILE], head, {', '.join(DRAFTERS)}, model:PATH (a smaller model), a head's folder, "
         "cascade:DRAFTER+DRAFTER… or none. auto picks what pays at each step, by the costs of `specheads tune`; with "

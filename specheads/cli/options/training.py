@@ -65,7 +65,7 @@ class FeaturesOptions(Output):
       specheads features eagle3 --output features/small --dtype float8_e4m3fn --teacher-probs 64 --yes
     """
 
-    recipe: str = argument("RECIPE", RECIPE, autocompletion=complete_recipe("train"))
+    recipe: str = argument("RECIPE", RECIPE, recipes="train")
     overrides: list[str] | None = argument("[KEY=VALUE]...", OVERRIDES, None)
     output: Path = option(Path("features"), "Folder for the features; one left by a stopped run is resumed.")
     taps: str | None = option(None, "Layers to save: 2,16,29 (default: those the recipe's head reads).")
@@ -95,7 +95,7 @@ class TrainOptions(Output):
       accelerate launch -m specheads train my.yaml
     """
 
-    recipe: str = argument("RECIPE", RECIPE, autocompletion=complete_recipe("train"))
+    recipe: str = argument("RECIPE", RECIPE, recipes="train")
     overrides: list[str] | None = argument("[KEY=VALUE]...", OVERRIDES, None)
     dry_run: bool = option(
         False, "Estimate the memory, steps and time of the run, with the recipe's launch section, print them and exit."

@@ -35,8 +35,8 @@ class AcceptanceRateValidation:
     def tokenize(self, prompt: list[dict[str, str]]) -> Tensor:
         """The ids (1, T) of a conversation, with the generation prompt for the assistant's answer."""
         text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        made = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, truncation=True)
-        return made.input_ids.to(self.model.device)
+        encoded = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, truncation=True)
+        return encoded.input_ids.to(self.model.device)
 
     def get_ground_truth(self, input_ids: Tensor, osl: int) -> Tensor:
         """The prompt (1, T) followed by the base's greedy text: at most `osl` tokens, including the end token."""
@@ -94,12 +94,12 @@ class AcceptanceRateValidation:
             ids = torch.cat([ids, token], 1)
             if draft is None or ids.shape[1] >= end:
                 continue
-            own = self._greedy_after(ids, draft)
-            accepted = min(_agreeing(draft, own), end - ids.shape[1])
+            greedy = self._greedy_after(ids, draft)
+            accepted = min(_agreeing(draft, greedy), end - ids.shape[1])
             counted += accepted
             ids = torch.cat([ids, draft[:, :accepted]], 1)
             if accepted < draft.shape[1] and ids.shape[1] < end:
-                ids = torch.cat([ids, own[:, accepted : accepted + 1]], 1)
+                ids = torch.cat([ids, greedy[:, accepted : accepted + 1]], 1)
         return ids, counted / iterations if iterations else 0.0
 
     def _prompt(self, prompt: list[dict[str, str]] | None, input_ids: Tensor | None) -> Tensor:

@@ -92,10 +92,10 @@ def read_mode(mode: Any, base: Any) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"unknown mode {shown(name)}; known: {known} (other heads: specheads.convert(model, kind))")
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(f"the config of mode {name!r} is {shown(config)}; expected options by name")
-    given = dict(config or {})
+    options = dict(config or {})
     if name == "medusa":
-        return "medusa", given if given.keys() & {"medusa_num_heads", "num_heads"} else {"num_heads": 2, **given}
-    return _eagle(name, given, base)
+        return "medusa", options if options.keys() & {"medusa_num_heads", "num_heads"} else {"num_heads": 2, **options}
+    return _eagle(name, options, base)
 
 
 def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str, Any]]:
@@ -103,8 +103,8 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
     nested = config.pop("eagle_architecture_config", None)
     if nested is not None and not isinstance(nested, Mapping):
         raise ValueError(f"eagle_architecture_config={shown(nested)}; expected options by name")
-    own = {field.name for field in fields(Eagle3Config)} | {field.name for field in fields(EagleConfig)}
-    shape = {name: config.pop(name) for name in (_SHAPE - own) & config.keys()}  # where earlier versions put them
+    known = {field.name for field in fields(Eagle3Config)} | {field.name for field in fields(EagleConfig)}
+    shape = {name: config.pop(name) for name in (_SHAPE - known) & config.keys()}  # where earlier versions put them
     shape |= nested or {}
     refuse_unknown(shape, sorted(_SHAPE | LlamaConfig().to_dict().keys() | {"rope_scaling", "rope_theta"}),
                    section="eagle_architecture_config.")  # fmt: skip
@@ -121,8 +121,8 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
     elif drafted != base.vocab_size:
         raise ValueError(f"eagle_architecture_config.draft_vocab_size={shown(drafted)} goes with EAGLE-3 alone")
     sizes = default_eagle_config | shape
-    made = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {"rope_parameters": _rope(shape, base)}
-    return "eagle3" if three else "eagle", made | options
+    block = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {"rope_parameters": _rope(shape, base)}
+    return "eagle3" if three else "eagle", block | options
 
 
 def _options(config: dict[str, Any], three: bool) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _rope(shape: Mapping[str, Any], base: Any) -> dict[str, Any]:
     scaling = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
     longest = shape.get("max_position_embeddings") or getattr(base, "max_position_embeddings", None) or 2048
     theta = scaling.get("rope_theta") or shape.get("rope_theta") or USUAL_THETA
-    made = {**complete_rope(scaling, longest), "rope_theta": theta}
-    return made if made["rope_type"] != "default" else {"rope_type": "default", "rope_theta": theta}
+    rope = {**complete_rope(scaling, longest), "rope_theta": theta}
+    return rope if rope["rope_type"] != "default" else {"rope_type": "default", "rope_theta": theta}
 
 
 def _refuse_other(name: str, value: Any, wanted: Any) -> None:

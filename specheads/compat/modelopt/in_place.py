@@ -23,12 +23,12 @@ def transform(held: Any, make: Callable[[Any], SpecModel]) -> SpecModel:
     """
     _refuse(held)
     base = _twin(held)
-    made = make(base)
+    model = make(base)
     for hooks in _hook_tables(base):
         _move(hooks, hooks, held, base)
     vars(held).clear()
-    held.__class__ = type(made)
-    _move(vars(made), vars(held), made, held)
+    held.__class__ = type(model)
+    _move(vars(model), vars(held), model, held)
     return held
 
 
@@ -73,10 +73,12 @@ def _rebound(value: Any, old: object, new: object) -> Any:
     if isinstance(value, MethodType) and value.__self__ is old:
         return MethodType(value.__func__, new)
     if isinstance(value, partial):
-        given = {name: _rebound(each, old, new) for name, each in value.keywords.items()}
-        made = partial(_rebound(value.func, old, new), *(_rebound(each, old, new) for each in value.args), **given)
-        _move(vars(value), vars(made), old, new)  # including __wrapped__
-        return made
+        keywords = {name: _rebound(each, old, new) for name, each in value.keywords.items()}
+        rebound = partial(
+            _rebound(value.func, old, new), *(_rebound(each, old, new) for each in value.args), **keywords
+        )
+        _move(vars(value), vars(rebound), old, new)  # including __wrapped__
+        return rebound
     if isinstance(value, FunctionType) and value.__closure__:
         return _rebound_closure(value, old, new)
     if isinstance(owner := getattr(value, "module", None), ref) and owner() is old:  # torch's hooks with their module
@@ -93,7 +95,9 @@ def _rebound_closure(function: FunctionType, old: object, new: object) -> Functi
             held = None
         moved = _rebound(held, old, new)
         cells.append(cell if moved is held else CellType(moved))
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
-    made.__kwdefaults__ = function.__kwdefaults__
-    _move(vars(function), vars(made), old, new)
-    return made
+    rebound = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    _move(vars(function), vars(rebound), old, new)
+    return rebound

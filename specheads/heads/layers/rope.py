@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specheads.heads.limits import MOST_POSITIONS
+from specheads.heads.limits import MAX_POSITIONS
 from specheads.options import refuse_unknown, shown
 
 USUAL_THETA = 10_000.0
@@ -79,7 +79,7 @@ def _value(name: str, value: Any) -> Any:
             raise ValueError(f"{name}={shown(value)}; expected true or false")
         return value
     whole, least = name == "original_max_position_embeddings", _LEAST.get(name, 0.0)
-    most = MOST_POSITIONS if whole else 2**40
+    most = MAX_POSITIONS if whole else 2**40
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and least <= value <= most
     if not fits or (name == "rope_theta" and value == 1):
         bound = f"above {least:g}, and at most" if name == "rope_theta" else f"from {least:g} to"

@@ -51,14 +51,14 @@ def record_base(config: SpecConfig, base: PreTrainedModel, fingerprint: dict[str
     return config
 
 
-def weights_differ(one: str | None, other: str | None) -> bool:
+def weights_differ(first: str | None, other: str | None) -> bool:
     """Do two digests show that weights differ? No if one is unknown, or if only one was taken in float16."""
-    if not one or not other or str(one).startswith(_FLOAT16) != str(other).startswith(_FLOAT16):
+    if not first or not other or str(first).startswith(_FLOAT16) != str(other).startswith(_FLOAT16):
         return False
-    return one != other
+    return first != other
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The names of the entries in which two fingerprints differ; unknown entries do not count."""
-    known = [name for name in one if one[name] is not None and other.get(name) is not None]
-    return [n for n in known if (weights_differ(one[n], other[n]) if n == "weights" else one[n] != other[n])]
+    known = [name for name in first if first[name] is not None and other.get(name) is not None]
+    return [n for n in known if (weights_differ(first[n], other[n]) if n == "weights" else first[n] != other[n])]

@@ -103,11 +103,11 @@ def stop_ids(name: str | os.PathLike[str], config: Any, tokenizer: Any, **option
     """The tokens at which a model stops: those of its generation config, its config and its tokenizer. options: of
     from_pretrained()."""
     try:
-        given = GenerationConfig.from_pretrained(name, **options).eos_token_id
+        generation = GenerationConfig.from_pretrained(name, **options).eos_token_id
     except OSError:
-        given = None
+        generation = None
     ids: set[int] = set()
-    for value in (given, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+    for value in (generation, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
         ids |= {*value} if isinstance(value, list) else set() if value is None else {value}
     return ids
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BASE_LOSSES = ("kl", "ce")
 RAMPS = ("constant", "sine")
-_MOST_RANK, _MOST_WEIGHT = 4096, 2**20  # far above any real one
+_MAX_RANK, _MAX_WEIGHT = 4096, 2**20  # far above any real one
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class JointConfig:
     ramp: str = "constant"
 
     def __post_init__(self) -> None:
-        if type(self.r) is not int or not 1 <= self.r <= _MOST_RANK:
-            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number from 1 to {_MOST_RANK}")
+        if type(self.r) is not int or not 1 <= self.r <= _MAX_RANK:
+            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number from 1 to {_MAX_RANK}")
         for name in ("lora_dropout", "lora_alpha", "head_weight"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
                 raise ValueError(f"lora.{name}={shown(value)}: expected a number")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora.lora_dropout={shown(self.lora_dropout)}: expected a share from 0 to below 1")
-        if not (0 < self.lora_alpha <= _MOST_WEIGHT and 0 < self.head_weight <= _MOST_WEIGHT):
+        if not (0 < self.lora_alpha <= _MAX_WEIGHT and 0 < self.head_weight <= _MAX_WEIGHT):
             raise ValueError(
                 f"lora.lora_alpha={shown(self.lora_alpha)} and lora.head_weight={shown(self.head_weight)} must be "
-                f"above 0, and at most {_MOST_WEIGHT}"
+                f"above 0, and at most {_MAX_WEIGHT}"
             )
         named = (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
         if not isinstance(named, tuple) or not named or not all(isinstance(name, str) for name in named):
@@ -131,14 +131,14 @@ def attach(base: PreTrainedModel, config: JointConfig) -> None:
     has adapters, has none of the target modules, or has experts among them."""
     if any(is_adapter(name) for name, _ in base.named_parameters()):
         raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
-    given = config.lora_config()
+    options = config.lora_config()
     refused = ""
     try:
-        base.add_adapter(given)
+        base.add_adapter(options)
     except ValueError as error:
         refused = f"adapters cannot be added to the base: {reason(error)}"
     # A name that used to be each expert's makes peft adapt the one matrix that now holds all experts.
-    if given.target_parameters:
+    if options.target_parameters:
         refused = (
             f"lora.target_modules={shown(config.target_modules)} adapts the experts of {type(base).__name__}, and a "
             "head checkpoint keeps adapters of linear layers alone; name those, such as [q_proj, k_proj, v_proj]"

@@ -33,8 +33,8 @@ from specheads.models.files import (
 from specheads.options import Suggestion, reason, shortened, shown
 
 INDEX, PICKLE_INDEX = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
-_MOST_FILES = 64  # files
-_MOST_BYTES = 64 << 20  # of an index; one of 100,000 tensors has some 10 million
+_MAX_FILES = 64  # files
+_MAX_BYTES = 64 << 20  # of an index; one of 100,000 tensors has some 10 million
 _NAME = re.compile(r"\w[\w. -]{0,200}\.safetensors")  # of a file beside the index: no path, no drive
 SAFE = (WEIGHTS, INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", PICKLE_INDEX)
@@ -100,10 +100,10 @@ class Files:
     def shapes(self) -> dict[str, Tensor]:
         """Every tensor on the meta device: its shape and dtype, without its values. CheckpointError if a name is there
         with and without the prefix."""
-        found = self._stored_shapes
-        if twice := [name for name in found if self._prefix and self._prefix + name in found]:
+        shapes = self._stored_shapes
+        if twice := [name for name in shapes if self._prefix and self._prefix + name in shapes]:
             raise CheckpointError(f"{self} has both {shortened(twice[0])} and {shortened(self._prefix + twice[0])}")
-        return {name.removeprefix(self._prefix): t for name, t in found.items()}
+        return {name.removeprefix(self._prefix): t for name, t in shapes.items()}
 
     @cached_property
     def _stored_shapes(self) -> dict[str, Tensor]:
@@ -114,12 +114,13 @@ class Files:
         assert self.weights is not None
         if self._index is None:
             return read_header(self.weights)[0]
-        found: dict[str, Tensor] = {}
+        refuse_many(self.weights, self._index)
+        shapes: dict[str, Tensor] = {}
         for name, path in self._shards.items():
             part = read_header(path)[0]
             check_shard(self.weights, name, [t for t, file in self._index.items() if file == name], part)
-            found |= part
-        return found
+            shapes |= part
+        return shapes
 
     @cached_property
     def names(self) -> Collection[str]:
@@ -158,16 +159,20 @@ class Files:
             return None
         return read_index(self.weights)[0]
 
+    @property
+    def _wanted(self) -> Collection[str]:
+        """The names of the tensors that are read."""
+        return self._index or ()
+
     @cached_property
     def _shards(self) -> dict[str, Path]:
-        """File name → path, for every file in the index. CheckpointError if one is missing."""
-        assert self.weights is not None
-        refuse_paths(self.weights, self._index or {}, self._index or ())
-        refuse_many(self.weights, self._index or {})
-        found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
-        if missing := [name for name, path in found.items() if path is None]:
+        """File name → path, for the files of all tensors that are read. CheckpointError if one is missing."""
+        assert self.weights is not None and self._index is not None
+        refuse_paths(self.weights, self._index, self._wanted)
+        paths = {name: self.find(name) for name in sorted({self._index[tensor] for tensor in self._wanted})}
+        if missing := [name for name, path in paths.items() if path is None]:
             raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
-        return {name: path for name, path in found.items() if path is not None}
+        return {name: path for name, path in paths.items() if path is not None}
 
     @cached_property
     def _unpickled(self) -> dict[str, Tensor]:
@@ -246,11 +251,11 @@ def _refuse_calls(path: Path, program: bytes) -> None:
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Tensor name → name of its file, and the metadata, from an index. CheckpointError if the file is not an index."""
-    read = read_table(path, _MOST_BYTES) or {}
-    found, metadata = read.get("weight_map"), read.get("metadata")
-    if not isinstance(found, dict) or not found:
+    read = read_table(path, _MAX_BYTES) or {}
+    weight_map, metadata = read.get("weight_map"), read.get("metadata")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} is not an index of tensors: it has no weight_map of names")
-    return found, metadata if isinstance(metadata, dict) else {}
+    return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
 def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) -> None:
@@ -266,8 +271,8 @@ def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) ->
 
 def refuse_many(path: Path, index: dict[str, str]) -> None:
     """CheckpointError if the index names more files than any head has."""
-    if (count := len(set(index.values()))) > _MOST_FILES:
-        raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST_FILES}")
+    if (count := len(set(index.values()))) > _MAX_FILES:
+        raise CheckpointError(f"{path} names {count} files; a head has at most {_MAX_FILES}")
 
 
 def check_shard(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:

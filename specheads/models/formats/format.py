@@ -27,7 +27,7 @@ from specheads.models.formats.keys.other_kinds import refuse_unread_kind
 from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened, shown
 
-_MOST = 64  # layers, or heads that predict one depth each
+_MAX_LAYERS = 64  # layers, or heads that predict one depth each
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Format(ABC):
         """The options of the head that the files describe. CheckpointError if no head here can represent it."""
 
     @abstractmethod
-    def names(self, head: Any, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: Any, stored: Collection[str] = ()) -> dict[str, str]:
         """Our name → theirs, for every tensor that is the same in both; `translate` computes the others.
 
-        found: the names in the file being read, for formats with several naming schemes."""
+        stored: the names in the file being read, for formats with several naming schemes."""
 
     def translate(self, files: Files, head: Any, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         """Our tensors that are computed from theirs, and the names of their tensors that were used.
@@ -134,14 +134,14 @@ def read(
     if not any(t.is_floating_point() for t in files.shapes.values()):
         raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
     head = head_config(form, files, base)
-    own = meta_tensors(head)
+    expected = meta_tensors(head)
     translated, consumed = form.translate(files, head, base)
     names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in translated}
-    _check(form, files, own, names, consumed)
+    _check(form, files, expected, names, consumed)
     tensors = translated | {ours: files.tensor(theirs) for ours, theirs in names.items()}
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
-    return head, {name: tensors[name] for name in own}
+    return head, {name: tensors[name] for name in expected}
 
 
 def head_config(form: Format, files: Files, base: PreTrainedModel) -> HeadConfig:
@@ -177,16 +177,16 @@ def dtype_of(tensors: dict[str, Tensor]) -> str:
     return str(widest_dtype(tensors.values())).removeprefix("torch.")
 
 
-def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], consumed: set[str]) -> None:
+def _check(form: Format, files: Files, expected: dict[str, Tensor], names: dict[str, str], consumed: set[str]) -> None:
     """CheckpointError, with the file's names, if its tensors are not those of the head."""
-    found, wanted = files.shapes, {theirs: own[ours] for ours, theirs in names.items()}
-    wrong = phrase_names("missing", set(wanted) - set(found))
-    wrong += phrase_names("unknown", set(found) - set(wanted) - consumed)
-    for name in sorted(set(wanted) & set(found)):
-        if found[name].shape != wanted[name].shape:
-            wrong.append(f"{name} has shape {shortened(tuple(found[name].shape))}, not {tuple(wanted[name].shape)}")
-        elif found[name].is_floating_point() != wanted[name].is_floating_point():
-            wrong.append(f"{name} is {found[name].dtype}, where {wanted[name].dtype} was expected")
+    shapes, wanted = files.shapes, {theirs: expected[ours] for ours, theirs in names.items()}
+    wrong = phrase_names("missing", set(wanted) - set(shapes))
+    wrong += phrase_names("unknown", set(shapes) - set(wanted) - consumed)
+    for name in sorted(set(wanted) & set(shapes)):
+        if shapes[name].shape != wanted[name].shape:
+            wrong.append(f"{name} has shape {shortened(tuple(shapes[name].shape))}, not {tuple(wanted[name].shape)}")
+        elif shapes[name].is_floating_point() != wanted[name].is_floating_point():
+            wrong.append(f"{name} is {shapes[name].dtype}, where {wanted[name].dtype} was expected")
     if wrong:
         raise CheckpointError(f"{files}: its tensors are not those of {form.title}: {'; '.join(wrong[:8])}")
 
@@ -202,20 +202,22 @@ def count(files: Files, prefix: str, part: str = "") -> int:
 
     CheckpointError if there are more than any head has."""
     names = {name.removeprefix(prefix) for name in files.shapes if name.startswith(prefix) and part in name}
-    found = {name.partition(".")[0] for name in names}
-    number = len({int(i) for i in found if i.isascii() and i.isdigit() and len(i) < 6})
-    if number > _MOST:
+    indices = {name.partition(".")[0] for name in names}
+    number = len({int(i) for i in indices if i.isascii() and i.isdigit() and len(i) < 6})
+    if number > _MAX_LAYERS:
         raise CheckpointError(
-            f"{files}: its tensors make up {number} heads or layers ({prefix}0 …); a head has at most {_MOST}"
+            f"{files}: its tensors make up {number} heads or layers ({prefix}0 …); a head has at most {_MAX_LAYERS}"
         )
     return number
 
 
 def check_sizes(files: Files, sizes: dict[str, int], base: PreTrainedModel) -> None:
     """CheckpointError if the head was made for a base with other sizes."""
-    own = text_config(base)
+    base_config = text_config(base)
     wrong = [
-        f"{name} is {getattr(own, name)}, not {value}" for name, value in sizes.items() if getattr(own, name) != value
+        f"{name} is {getattr(base_config, name)}, not {value}"
+        for name, value in sizes.items()
+        if getattr(base_config, name) != value
     ]
     if wrong:
         raise CheckpointError(f"{files} was made for another base: {', '.join(wrong)}, as its config has it")
@@ -241,13 +243,13 @@ def embedding_scale(base: PreTrainedModel) -> float:
         return 1.0
     weight = embeddings_of(base)
     ids = torch.arange(min(2, len(weight)), device=weight.device)
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for value in (1, 2) if "weight" in dict(module.named_parameters(recurse=False)) else ():
         rows = weight.new_full((1, 1), value).expand_as(weight)
         with torch.no_grad():
-            found.append(torch.func.functional_call(module, {"weight": rows}, (ids,)))
-    scale = float(found[0].flatten()[-1]) if found else 0.0
-    if not scale or any((rows != value * scale).any() for value, rows in enumerate(found, 1)):
+            outputs.append(torch.func.functional_call(module, {"weight": rows}, (ids,)))
+    scale = float(outputs[0].flatten()[-1]) if outputs else 0.0
+    if not scale or any((rows != value * scale).any() for value, rows in enumerate(outputs, 1)):
         raise CheckpointError("the base's embedding module does more than scale its rows, which are what readers use")
     return scale
 
@@ -274,20 +276,21 @@ def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
     return weight.detach().to("cpu")
 
 
-def check_embeddings(files: Files, name: str, base: PreTrainedModel, own: Tensor | None = None) -> None:
-    """CheckpointError unless a matrix of the file equals the base's embeddings, or `own`, which heads here draft with.
+def check_embeddings(files: Files, name: str, base: PreTrainedModel, matrix: Tensor | None = None) -> None:
+    """CheckpointError unless a tensor of the file equals `matrix`, with which heads here draft (default: the base's
+    embeddings).
 
     They are compared in the coarser of the two dtypes, within the error of one rounding to bfloat16.
     """
-    own, found = embeddings_of(base) if own is None else own, files.shapes[name]
-    if found.shape != own.shape or not found.is_floating_point():
+    matrix, stored = embeddings_of(base) if matrix is None else matrix, files.shapes[name]
+    if stored.shape != matrix.shape or not stored.is_floating_point():
         raise CheckpointError(
-            f"{files}: {name} is {tuple(found.shape)} of {found.dtype}, not {tuple(own.shape)} as in the base"
+            f"{files}: {name} is {tuple(stored.shape)} of {stored.dtype}, not {tuple(matrix.shape)} as in the base"
         )
-    theirs = files.tensor(name)
-    if torch.equal(theirs, own.to("cpu", theirs.dtype)) or torch.equal(theirs.to(own.dtype), own.cpu()):
+    read = files.tensor(name)
+    if torch.equal(read, matrix.to("cpu", read.dtype)) or torch.equal(read.to(matrix.dtype), matrix.cpu()):
         return
-    if torch.allclose(theirs.float(), own.cpu().float(), rtol=2**-7, atol=1e-4):
+    if torch.allclose(read.float(), matrix.cpu().float(), rtol=2**-7, atol=1e-4):
         return
     raise CheckpointError(
         f"{files}: {name} is not the base's matrix, and heads here draft with the base's own: it was made for another "

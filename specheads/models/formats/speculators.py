@@ -58,7 +58,7 @@ class SpeculatorsEagle3(Format):
             )
         return eagle3.read_options(files, config, table(config, _BLOCK), base)
 
-    def names(self, head: Eagle3Config, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: Eagle3Config, stored: Collection[str] = ()) -> dict[str, str]:
         return eagle3.tensor_names(head, "layers.0.")
 
     def translate(self, files: Files, head: Eagle3Config, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
@@ -101,14 +101,14 @@ class SpeculatorsBlocks(parallel.Parallel):
         return options | {"sample_from_anchor": flag(config, "sample_from_anchor")}
 
     def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
-        own = {
+        keys = {
             "block_size": head.block_size, _LAYERS: boundaries(head.taps or (), base),
             "mask_token_id": head.mask_token_id,
             # Only matters for sliding layers, of which there are none; but vLLM 0.32 takes false as "all are causal".
             "sliding_window_non_causal": True, "sample_from_anchor": head.sample_from_anchor,
             **(parallel.dspark_keys(head) if self.takes_markov else {}),
         }  # fmt: skip
-        return _config(self.name, head, tensors, base, own, "qwen3")
+        return _config(self.name, head, tensors, base, keys, "qwen3")
 
 
 @dataclass(frozen=True)

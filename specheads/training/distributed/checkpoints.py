@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, fsdp_utils
 
-from specheads.training.resume import ResumeError, writers_of
+from specheads.training.distributed.resume import ResumeError, writers_of
 
 UNIVERSAL, LATEST = "universal", "latest_universal"  # the folder, and the file in which DeepSpeed looks for its name
 

@@ -24,9 +24,9 @@ from specheads.decoding.verify.model_inputs import input_device
 from specheads.decoding.verify.taps import captures_of
 from specheads.files import remove_unfinished
 from specheads.heads import HEADS
-from specheads.hub import commit_of, hub_options
+from specheads.hub import commit_of
 from specheads.models.base.fingerprint import fingerprint_base
-from specheads.models.base.loading import load_config, load_tokenizer, quantization_of, stop_ids
+from specheads.models.base.loading import quantization_of
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
@@ -44,7 +44,7 @@ from specheads.training.features.plan import (
     tapped_layers,
 )
 from specheads.training.features.shards import FeatureError, Shard, file_fingerprint, write
-from specheads.training.recipe.base import load_base, padding_id
+from specheads.training.recipe.loading import load_base, load_tokens, padding_id
 from specheads.training.recipe.recipe import Recipe
 
 
@@ -72,12 +72,9 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
         raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
     state, folder = PartialState(cpu=not torch.accelerator.is_available()), options.output
     launch.check(recipe.launch, state.num_processes)
-    hub = hub_options(recipe.base)
-    whole = load_config(recipe.base, **hub)
+    whole, tokenizer, stops = load_tokens(recipe)
     config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
-    tokenizer = load_tokenizer(recipe.base, **hub)
-    stops = stop_ids(recipe.base, config, tokenizer, **hub)
     with state.main_process_first():
         datasets = build_datasets(recipe.data, tokenizer, config.vocab_size, stops)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specheads.hub import did_you_mean
-from specheads.models.run_files import STATE
+from specheads.models.files import STATE
 from specheads.options import listing
-from specheads.training.report.line_labels import label_ends
+from specheads.training.report.curves import label_ends
 
 Z = 1.959964  # half-width of a 95 % interval of the standard normal distribution
 AXES = {"tokens": "supervised tokens seen", "cpu_seconds": "CPU time, minutes (all processes, with evaluations)"}

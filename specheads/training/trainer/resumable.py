@@ -17,14 +17,13 @@ from specheads.losses.metrics import TrainingMeter
 from specheads.models.base.lora import is_adapter
 from specheads.models.card import TrainingRecord
 from specheads.models.checkpoint import correct_copied_name
-from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.run_files import RESULTS
+from specheads.models.files import CONFIG, RESULTS, CheckpointError
 from specheads.training.distributed.checkpoints import trained_weights_only
 from specheads.training.distributed.launch import kind_of
+from specheads.training.distributed.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of
 from specheads.training.errors import STATE, TrainingError, is_finished, sparing_the_head, step_of, writing
 from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.report import card as run_card
-from specheads.training.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of
 
 
 class ResumableTrainer(Trainer):

@@ -19,7 +19,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from specheads.data.batches import documents_of
-from specheads.data.repeats import EvenCollator, mask_repeats
 from specheads.decoding.planner import StaticTree
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
@@ -27,15 +26,15 @@ from specheads.models.convert import explain_frozen, is_frozen_base
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.distributed.checkpoints import patch_engine
 from specheads.training.distributed.launch import kind_of
+from specheads.training.distributed.resume import refuse_head_alone
 from specheads.training.errors import TrainingError, resume_hint
 from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
-from specheads.training.resume import refuse_head_alone
 from specheads.training.trainer.best_metric import refuse_absent_metric
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 from specheads.training.trainer.resumable import ResumableTrainer
-from specheads.training.trainer.rows import EndlessRows, SeededLengthGroups, prepared
+from specheads.training.trainer.rows import EndlessRows, EvenCollator, SeededLengthGroups, mask_repeats, prepared
 
 _log = logging.getLogger(__name__)
 

@@ -47,9 +47,9 @@ class DeepSpec(parallel.Parallel):
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config
-        if (found := architectures(config)) not in ([ARCHITECTURE], [SPECFORGE]):
+        if (classes := architectures(config)) not in ([ARCHITECTURE], [SPECFORGE]):
             raise CheckpointError(
-                f"{files} is a DSpark head of the class {shown(found)}; {ARCHITECTURE} and {SPECFORGE} are read here"
+                f"{files} is a DSpark head of the class {shown(classes)}; {ARCHITECTURE} and {SPECFORGE} are read here"
             )
         values = _either(files, config, table(config, _TABLE))
         options = parallel.read_options(

@@ -17,7 +17,7 @@ from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
 from specheads.models.formats.files import Files
-from specheads.models.formats.keys.config_table import architectures, flag, table, whole
+from specheads.models.formats.keys.config_table import agreed, architectures, flag, table, whole
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
 from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, trtllm_yaml, vllm
@@ -71,18 +71,15 @@ def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool
     """Do slots attend only to earlier ones? Read from whichever reader's key the config has."""
     keys = ((config, "is_causal"), (inner, "causal"), (inner, "causal_head"))
     values = {name: flag(section, name) for section, name in keys if section.get(name) is not None}
-    if len(set(values.values())) > 1:
-        listed = ", ".join(f"{name}={str(value).lower()}" for name, value in values.items())
-        raise CheckpointError(f"{files}: its config says {listed}; its readers would disagree")
-    return any(values.values())
+    return agreed(files, values)
 
 
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
     """The number of slots in a block: at the config's top level in older heads, in dflash_config in newer ones."""
     sizes = {whole(table, "block_size") for table in (config, inner) if table.get("block_size") is not None}
     if len(sizes) != 1:
-        said = f"block_size={sorted(sizes)}" if sizes else "no block_size"
-        raise CheckpointError(f"{files}: its config has {said}; expected one")
+        claim = f"block_size={sorted(sizes)}" if sizes else "no block_size"
+        raise CheckpointError(f"{files}: its config has {claim}; expected one")
     return sizes.pop()
 
 

@@ -49,7 +49,7 @@ class Parallel(Format):
     last: Collection[str] | None = ()
     positions: Positions = EVERY
 
-    def names(self, head: ParallelConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: ParallelConfig, stored: Collection[str] = ()) -> dict[str, str]:
         names = {f"{n}.weight": f"{n}.weight" for n in ("fc", "hidden_norm", "norm")}
         for i in range(head.num_layers):
             theirs = f"layers.{i}."
@@ -75,9 +75,9 @@ class Parallel(Format):
     ) -> tuple[dict[str, Tensor], set[str]]:
         assert head.vocab_size and head.draft_vocab_size
         translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
-        for name, own in (("embed_tokens.weight", None), ("lm_head.weight", output_matrix)):
-            if name in files.shapes and (own is None or head.draft_vocab_size == head.vocab_size):
-                check_embeddings(files, name, base, None if own is None else own(files, base))
+        for name, matrix in (("embed_tokens.weight", None), ("lm_head.weight", output_matrix)):
+            if name in files.shapes and (matrix is None or head.draft_vocab_size == head.vocab_size):
+                check_embeddings(files, name, base, None if matrix is None else matrix(files, base))
                 consumed.add(name)
         return translated, consumed
 

@@ -69,7 +69,7 @@ class Eagle(Format):
                 )
         return {**options, "fc_bias": biased, "taps": (text_config(base).num_hidden_layers,)}
 
-    def names(self, head: EagleConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: EagleConfig, stored: Collection[str] = ()) -> dict[str, str]:
         names = {"fc.weight": "fc.weight"} | ({"fc.bias": "fc.bias"} if head.fc_bias else {})
         for i in range(head.num_layers):
             names |= block_names(head, i, f"layers.{i}.")
@@ -107,10 +107,7 @@ class Eagle(Format):
     def config(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # vLLM reads "bias" as that of attention; refusals() lets only a zero bias of fc get here.
         biased = head.fc_bias and self.fc_bias
-        config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
-        if head.attention_bias or head.mlp_bias:
-            config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
-        return config
+        return {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
 
     def rename(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
         named = super().rename(head, tensors, base)

@@ -25,7 +25,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embeddings_of, output_matrix
-from specheads.models.formats.keys.config_table import architectures, flag, refusal, table, whole
+from specheads.models.formats.keys.config_table import agreed, architectures, flag, refusal, table, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.layer_ids import TABLE
@@ -48,12 +48,12 @@ _OWN = {
 }  # fmt: skip
 
 
-def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) -> dict[str, str]:
+def tensor_names(head: Eagle3Config, first: str, stored: Collection[str] = ()) -> dict[str, str]:
     """Our name → theirs, except for the vocabulary.
 
-    first: the prefix of decoder block 0, unless `found`, the names in a file, have another. They also give the name of
+    first: the prefix of decoder block 0, unless `stored`, the names in a file, have another. They also give the name of
     a later block's first norm (hidden_norm in ModelOpt and SGLang)."""
-    first = next((each for each in _BLOCKS if f"{each}hidden_norm.weight" in found), first)
+    first = next((each for each in _BLOCKS if f"{each}hidden_norm.weight" in stored), first)
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
         assert head.taps
@@ -63,7 +63,7 @@ def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) ->
     names |= block_names(head, 0, first)
     for i in range(1, head.num_layers):
         later = _BLOCKS[first].format(i)
-        other = f"{later}hidden_norm.weight" in found and f"{later}input_layernorm.weight" not in found
+        other = f"{later}hidden_norm.weight" in stored and f"{later}input_layernorm.weight" not in stored
         names |= block_names(head, i, later, "hidden_norm" if other else "input_layernorm")
     return names
 
@@ -107,8 +107,8 @@ class Eagle3(Format):
         config = files.config
         return read_options(files, config, config, base)
 
-    def names(self, head: Eagle3Config, found: Collection[str] = ()) -> dict[str, str]:
-        return tensor_names(head, "midlayer.", found)
+    def names(self, head: Eagle3Config, stored: Collection[str] = ()) -> dict[str, str]:
+        return tensor_names(head, "midlayer.", stored)
 
     def translate(self, files: Files, head: Eagle3Config, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         return translate_shared(files, head, base, files.config)
@@ -140,8 +140,6 @@ class Eagle3(Format):
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), **top, **dict.fromkeys(norms, True),
         }  # fmt: skip
-        if head.attention_bias or head.mlp_bias:
-            config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         if self.engine == "trtllm":
             inner |= {theirs: True for theirs, ours in INSIDE.items() if ours in norms.values()}
         if inner:
@@ -189,8 +187,8 @@ load its own exports; this format is for programs that do.
         inner = files.config.get("eagle_config")
         return isinstance(inner, dict) and "use_input_layernorm_in_first_layer" in inner
 
-    def names(self, head: Eagle3Config, found: Collection[str] = ()) -> dict[str, str]:
-        return tensor_names(head, "layers.0.", found)
+    def names(self, head: Eagle3Config, stored: Collection[str] = ()) -> dict[str, str]:
+        return tensor_names(head, "layers.0.", stored)
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         assert head.taps
@@ -276,10 +274,7 @@ def _norm(files: Files, config: dict[str, Any], inner: dict[str, Any], theirs: s
     for name, option in INSIDE.items():
         if option == ours and inner.get(name) is not None:
             values[f"{TABLE}.{name}"] = flag(inner, name)
-    if len(set(values.values())) > 1:
-        both = " and ".join(f"{name}={str(value).lower()}" for name, value in values.items())
-        raise CheckpointError(f"{files}: its config says {both}; its readers would disagree")
-    return any(values.values())
+    return agreed(files, values)
 
 
 FORMATS = (

@@ -20,12 +20,21 @@ from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.base.lora import adapters
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, DTYPES, CheckpointError, absolute, changes_dtype, refuse_nonempty
+from specheads.models.files import (
+    CONFIG,
+    DTYPES,
+    CheckpointError,
+    absolute,
+    accepted_length,
+    changes_dtype,
+    refuse_nonempty,
+    results,
+    run_of,
+)
 from specheads.models.formats import FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
 from specheads.models.formats.format import ExportFiles, Format, embeddings_of
-from specheads.models.run_files import accepted_length, results, run_of
 from specheads.options import refuse_unknown
 from specheads.version import __version__
 
@@ -200,8 +209,8 @@ def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: st
         ]  # fmt: skip
     else:
         lines += [
-            "Its accepted length was not recorded; `specheads evaluate` measures it in greedy decoding. Compare the "
-            "server with it: a head that is loaded wrongly still gives the right text, only slowly.",
+            "Its accepted length was not recorded; `specheads bench` measures it. Compare the server with its greedy "
+            "figure: a head that is loaded wrongly still gives the right text, only slowly.",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -213,16 +222,16 @@ def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
     parity gate) and by benchmarks/accepted_length.py (`decoded`).
     """
     folder = Path(str(checkpoint or ""))
-    found = results(folder) if checkpoint and folder.is_dir() else {}
+    metrics = results(folder) if checkpoint and folder.is_dir() else {}
     estimate = f"estimated by training on its held-out rows, a chain of {depth} from every position"
     decoded = "decoded at the end of its training, held-out prompts"
     known = [
         ("greedy", f"{estimate}: first choices that are the base's own", accepted_length(checkpoint)),
-        ("sampled, T = 1", f"{estimate}: overlap of the distributions", found.get("eval_accepted_length_sampled")),
-        ("greedy", f"{decoded}, a chain of {depth}", found.get("parity_measured")),
-        ("greedy", f"{decoded}, its default tree", found.get("parity_served")),
+        ("sampled, T = 1", f"{estimate}: overlap of the distributions", metrics.get("eval_accepted_length_sampled")),
+        ("greedy", f"{decoded}, a chain of {depth}", metrics.get("parity_measured")),
+        ("greedy", f"{decoded}, its default tree", metrics.get("parity_served")),
     ]
-    recorded = found.get("decoded")
+    recorded = metrics.get("decoded")
     for run in recorded if isinstance(recorded, list) else ():
         if not isinstance(run, dict) or not run.keys() >= _DECODED or not isinstance(run["temperature"], int | float):
             continue  # written by another program or a later version

@@ -69,9 +69,9 @@ def _run(script: Path, model: Path, *options: Path | str) -> None:
     command = [sys.executable, gguf_converter.__file__, script, model, *options]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        missing, more = re.search(r"No module named '(\w+)|(sentencepiece) library", said[-1], re.IGNORECASE), ""
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        missing, more = re.search(r"No module named '(\w+)|(sentencepiece) library", lines[-1], re.IGNORECASE), ""
         if missing:
             install = shlex.join([sys.executable, "-m", "pip", "install", (missing[1] or missing[2]).lower()])
             more = f"; {sys.executable} needs what its requirements/ name: {install}"
-        raise CheckpointError(f"{script} cannot convert {model}: {said[-1].strip()}{more}")
+        raise CheckpointError(f"{script} cannot convert {model}: {lines[-1].strip()}{more}")

@@ -77,9 +77,9 @@ def refusal(where: object, name: str, value: object, why: str | None = None) -> 
     )
 
 
-def _same(one: object, other: object) -> bool:
+def _same(first: object, other: object) -> bool:
     try:
-        return isinstance(one, bool) == isinstance(other, bool) and one == other
+        return isinstance(first, bool) == isinstance(other, bool) and first == other
     except RecursionError:  # nested deeper than any option
         return False
 
@@ -111,6 +111,14 @@ def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected true or false")
     return value
+
+
+def agreed(where: object, flags: dict[str, bool]) -> bool:
+    """A flag that several keys give, false without any. CheckpointError if they contradict each other."""
+    if len(set(flags.values())) > 1:
+        every = ", ".join(f"{name}={quoted(value)}" for name, value in flags.items())
+        raise CheckpointError(f"{where}: its config says {every}; its readers would disagree")
+    return any(flags.values())
 
 
 def table(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from specheads.models.formats.keys.config_table import flag, whole
 from specheads.models.formats.medusa.medusa import (
     OF_THE_BASE,
     full_vocabulary,
+    refuse_other_counts,
     refuse_other_sizes,
     tap_refusals,
     vocabulary_refusals,
@@ -79,19 +80,15 @@ python -m hydra.inference.cli --model $folder_arg
             raise CheckpointError(f"{files}: {wrong}")
         refuse_other_sizes(files, config, base)
         heads, layers = count(files, "hydra_mlp."), count(files, "hydra_mlp.0.")
-        claimed = whole(config, "hydra_num_heads", heads), whole(config, "hydra_num_layers", layers)
-        if claimed != (heads, layers):
-            raise CheckpointError(
-                f"{files}: its config says {claimed[0]} heads of {claimed[1]} layers, and its tensors make up {heads} "
-                f"of {layers}"
-            )
-        own = text_config(base)
+        refuse_other_counts(files, config, {"hydra_num_heads": heads, "hydra_num_layers": layers})
+        base_config = text_config(base)
         return {
             "num_heads": heads, "num_layers": layers, "prefix_layer": prefix,
-            "hidden_size": own.hidden_size, "vocab_size": own.vocab_size, "draft_vocab_size": own.vocab_size,
+            "hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size,
+            "draft_vocab_size": base_config.vocab_size,
         }  # fmt: skip
 
-    def names(self, head: HydraConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: HydraConfig, stored: Collection[str] = ()) -> dict[str, str]:
         names: dict[str, str] = {}
         for i in range(head.num_heads):
             for j in range(head.num_layers):

@@ -54,8 +54,18 @@ OF_THE_BASE = frozenset(
 
 def refuse_other_sizes(files: Files, config: dict[str, Any], base: PreTrainedModel) -> None:
     """CheckpointError if a config says sizes, and they are not the base's."""
-    own = text_config(base)
-    check_sizes(files, {n: whole(config, n, getattr(own, n)) for n in ("hidden_size", "vocab_size")}, base)
+    base_config = text_config(base)
+    check_sizes(files, {n: whole(config, n, getattr(base_config, n)) for n in ("hidden_size", "vocab_size")}, base)
+
+
+def refuse_other_counts(files: Files, config: dict[str, Any], counted: dict[str, int]) -> None:
+    """CheckpointError if a config has other numbers than its tensors. counted: key → number, of heads and of layers."""
+    heads, layers = (whole(config, name, number) for name, number in counted.items())
+    if [heads, layers] != [*counted.values()]:
+        raise CheckpointError(
+            f"{files}: its config says {heads} heads of {layers} layers, and its tensors make up "
+            f"{' of '.join(map(str, counted.values()))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,13 +101,13 @@ class Medusa(Format):
         layers = count(files, "0.", ".linear.")
         if not heads or not layers:
             raise CheckpointError(f"{files}: no tensors like 0.0.linear.weight, as Medusa heads have them")
-        own = text_config(base)
+        base_config = text_config(base)
         return {
-            "num_heads": heads, "num_layers": layers, "hidden_size": own.hidden_size, "vocab_size": own.vocab_size,
-            "draft_vocab_size": own.vocab_size,
+            "num_heads": heads, "num_layers": layers, "hidden_size": base_config.hidden_size,
+            "vocab_size": base_config.vocab_size, "draft_vocab_size": base_config.vocab_size,
         }  # fmt: skip
 
-    def names(self, head: MedusaConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: MedusaConfig, stored: Collection[str] = ()) -> dict[str, str]:
         outputs = {f"lm_heads.{h}.weight": f"{h}.{head.num_layers}.weight" for h in range(head.num_heads)}
         return block_names(head, "{h}.{l}.linear.{what}") | outputs
 
@@ -173,12 +183,7 @@ class VllmMedusa(Format):
         check_sizes(files, sizes, base)
         heads = count(files, "blocks.")
         layers = count(files, "blocks.0.layers.")
-        claimed = whole(config, "num_heads", heads), whole(config, "num_hidden_layers", layers)
-        if claimed != (heads, layers):
-            raise CheckpointError(
-                f"{files}: its config says {claimed[0]} heads of {claimed[1]} layers, and its tensors make up {heads} "
-                f"of {layers}"
-            )
+        refuse_other_counts(files, config, {"num_heads": heads, "num_hidden_layers": layers})
         if not flag(config, "medusa_fc_bias") and any(name.endswith(".bias") for name in names):
             raise CheckpointError(
                 f'{files}: it has biases, which vLLM drops unless its config says "medusa_fc_bias": true; write that '
@@ -194,14 +199,14 @@ class VllmMedusa(Format):
         flag(config, "original_lm_head")  # read again with the tensors
         return {**sizes, "num_heads": heads, "num_layers": layers, "draft_vocab_size": draft}
 
-    def names(self, head: MedusaConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: MedusaConfig, stored: Collection[str] = ()) -> dict[str, str]:
         outputs = {f"lm_heads.{h}.weight": f"lm_heads.{h}.weight" for h in range(head.num_heads)}
         return block_names(head, "blocks.{h}.layers.{l}.{what}") | outputs
 
     def translate(self, files: Files, head: MedusaConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert head.hidden_size and head.vocab_size and head.draft_vocab_size
-        vocab, draft, found = head.vocab_size, head.draft_vocab_size, files.shapes
-        if "token_map" in found:
+        vocab, draft, shapes = head.vocab_size, head.draft_vocab_size, files.shapes
+        if "token_map" in shapes:
             translated, consumed = vocabulary.from_token_map(files, vocab, draft), {"token_map"}
         else:
             if draft != vocab:
@@ -213,19 +218,19 @@ class VllmMedusa(Format):
         shared, read = flag(files.config, "original_lm_head"), dict[str, Tensor]()
         for h in range(head.num_heads):
             own = f"lm_heads.{h}.weight"
-            theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in found), own) if shared else own
-            if theirs not in found or not found[theirs].is_floating_point():
+            theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in shapes), own) if shared else own
+            if theirs not in shapes or not shapes[theirs].is_floating_point():
                 continue
             # The file may have all V rows, of which vLLM takes those in the map. Other shapes are refused later.
-            whole_vocabulary = draft != vocab and tuple(found[theirs].shape) == (vocab, head.hidden_size)
-            if whole_vocabulary or (shared and tuple(found[theirs].shape) == (draft, head.hidden_size)):
+            whole_vocabulary = draft != vocab and tuple(shapes[theirs].shape) == (vocab, head.hidden_size)
+            if whole_vocabulary or (shared and tuple(shapes[theirs].shape) == (draft, head.hidden_size)):
                 if theirs not in read:
                     rows = files.tensor(theirs)
                     read[theirs] = rows[ids] if whole_vocabulary else rows
                 translated[own] = read[theirs]
                 consumed.add(theirs)
-        if not any(name.endswith(".bias") for name in found):
-            zeros = torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(found)))
+        if not any(name.endswith(".bias") for name in shapes):
+            zeros = torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(shapes)))
             translated |= {
                 f"blocks.{h}.{layer}.linear.bias": zeros
                 for h in range(head.num_heads)

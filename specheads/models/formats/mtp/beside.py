@@ -54,9 +54,9 @@ class BaseFiles:
             number += 1
         return name
 
-    def index(self, own: Collection[str]) -> str:
+    def index(self, module_names: Collection[str]) -> str:
         """The index, as JSON, of the base's tensors and of the modules' tensors with these names."""
-        named = {**self.weights, **dict.fromkeys(own, self.new_file)}
+        named = {**self.weights, **dict.fromkeys(module_names, self.new_file)}
         return json.dumps({"metadata": self.metadata, "weight_map": dict(sorted(named.items()))}, indent=2) + "\n"
 
     def links(self) -> dict[str, Path]:
@@ -87,7 +87,7 @@ def _folder_of(base: PreTrainedModel) -> Path | None:
         )
     options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     try:
-        found = cached_file(name, CONFIG, revision=commit, **options)
+        path = cached_file(name, CONFIG, revision=commit, **options)
     except OSError:
         return None
-    return None if found is None else Path(found).parent
+    return None if path is None else Path(path).parent

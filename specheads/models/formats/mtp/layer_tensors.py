@@ -60,13 +60,13 @@ class LayerTensors:
             logging.set_verbosity(level)
             if shown:
                 logging.enable_progress_bar()
-        found = layers[index].state_dict()
-        missing = sorted(name for name, tensor in found.items() if tensor.is_meta)
+        state = layers[index].state_dict()
+        missing = sorted(name for name, tensor in state.items() if tensor.is_meta)
         wrong = [f"unknown {name}" for name in sorted(info.unexpected_keys)]
         wrong += [f"missing {name}" for name in missing]
         wrong += [f"shape of {each[0]}" for each in sorted(info.mismatched_keys, key=str)]
         wrong += list(map(str, info.conversion_errors))
-        return "; ".join(wrong[:4]) if wrong else found
+        return "; ".join(wrong[:4]) if wrong else state
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """The reverse of `from_checkpoint`."""
@@ -77,14 +77,14 @@ class LayerTensors:
 
 def set_dtype(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a meta layer the dtype of a checkpoint's tensors, and each WIDE tensor its own dtype there."""
-    found = [tensor for name, tensor in tensors.items() if changes_dtype(name, tensor)]
-    if found:
-        layer.to(widest_dtype(found))
+    changing = [tensor for name, tensor in tensors.items() if changes_dtype(name, tensor)]
+    if changing:
+        layer.to(widest_dtype(changing))
     for name, buffer in list(layer.named_buffers()):
         if name.endswith(WIDE):
-            path, _, own = name.rpartition(".")
-            kept = [tensor.dtype for theirs, tensor in tensors.items() if theirs.endswith(own)]
-            layer.get_submodule(path)._buffers[own] = buffer.to(kept[0] if kept else buffer.dtype)
+            path, _, buffer_name = name.rpartition(".")
+            kept = [tensor.dtype for theirs, tensor in tensors.items() if theirs.endswith(buffer_name)]
+            layer.get_submodule(path)._buffers[buffer_name] = buffer.to(kept[0] if kept else buffer.dtype)
 
 
 def _empty_model(table: dict[str, Any]) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_MOST = 64  # modules of one target
+_MAX_MODULES = 64  # modules of one target
 _MTP = re.compile(r"(^|\.)mtp[._]")
 
 
@@ -35,7 +35,7 @@ class Naming:
     norm: tuple[str, ...]
     copies: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    most: int = _MOST
+    most: int = _MAX_MODULES
     shared: bool = False
     prefixes: tuple[str, ...] = ("",)
 
@@ -57,13 +57,13 @@ class Naming:
     def _fill(self, name: str, k: int, num_layers: int) -> str:
         return name.format(k=k, n=num_layers + k)
 
-    def own_names(self, k: int, num_layers: int, found: Collection[str], prefix: str, *, bias: bool) -> dict[str, str]:
-        """Our name in module k → theirs, except for layers. found: the names in a file, or () when writing one."""
+    def own_names(self, k: int, num_layers: int, stored: Collection[str], prefix: str, *, bias: bool) -> dict[str, str]:
+        """Our name in module k → theirs, except for layers. stored: the names in a file, or () when writing one."""
         names = {ours: theirs for ours, theirs in self.own.items() if bias or not ours.endswith(".bias")}
         filled = {ours: prefix + self._fill(theirs, k, num_layers) for ours, theirs in names.items()}
         norms = [prefix + self._fill(name, k, num_layers) for name in self.norm]
         if norms:
-            filled["norm.weight"] = next((name for name in norms if name in found), norms[0])
+            filled["norm.weight"] = next((name for name in norms if name in stored), norms[0])
         return filled
 
     def names_in(self, names: Collection[str], num_layers: int, prefix: str, count: int) -> set[str]:
@@ -78,7 +78,7 @@ class Naming:
 
     def all_names(self, names: Collection[str], num_layers: int) -> set[str]:
         """Those of `names` in any module."""
-        return set().union(*(self.names_in(names, num_layers, prefix, _MOST) for prefix in self.prefixes))
+        return set().union(*(self.names_in(names, num_layers, prefix, _MAX_MODULES) for prefix in self.prefixes))
 
     def of_modules(self, names: Collection[str], num_layers: int) -> set[str]:
         """Those of `names` that belong to MTP modules, whether or not this family knows them."""

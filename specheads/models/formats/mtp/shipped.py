@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.models.files import CONFIG, CheckpointError, read_header, read_table
-from specheads.models.formats.files import INDEX, Files, refuse_paths
+from specheads.models.formats.files import INDEX, Files
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.keys.config_table import table
 from specheads.models.formats.mtp.beside import BaseFiles
@@ -77,27 +76,22 @@ class ModuleFiles(Files):
 
     def __init__(self, files: Files, names: Collection[str]) -> None:
         super().__init__(files.source, files.hub, files.allow_pickle)
-        self._wanted = set(names)
+        self._names = set(names)
+
+    @property
+    def _wanted(self) -> Collection[str]:
+        return self._names
 
     @cached_property
     def shapes(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        paths = {self.weights} if self._index is None else {self._shards[self._index[name]] for name in self._wanted}
+        shapes: dict[str, Tensor] = {}
+        paths = {self.weights} if self._index is None else {self._shards[self._index[name]] for name in self._names}
         for path in paths:
             assert path is not None
-            found |= read_header(path, self._wanted)[0]
-        if missing := self._wanted - found.keys():
+            shapes |= read_header(path, self._names)[0]
+        if missing := self._names - shapes.keys():
             raise CheckpointError(f"{self} has no {min(missing)}, which its index names; copy it again")
-        return dict(sorted(found.items()))
-
-    @cached_property
-    def _shards(self) -> dict[str, Path]:
-        assert self._index is not None and self.weights is not None
-        refuse_paths(self.weights, self._index, self._wanted)
-        found = {name: self.find(name) for name in sorted({self._index[name] for name in self._wanted})}
-        if missing := [name for name, path in found.items() if path is None]:
-            raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
-        return {name: path for name, path in found.items() if path is not None}
+        return dict(sorted(shapes.items()))
 
 
 class Shipped(Format):
@@ -159,11 +153,11 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         if coarse := [name for name, t in files.shapes.items() if not (t.is_floating_point() and t.element_size() > 1)]:
             raise CheckpointError(f"{files}: {coarse[0]} is quantised, and heads here are not; take a copy in bfloat16")
         table_ = config_table(text_config(base))
-        own = naming.own_names(0, layers, files.names, modules.prefix, bias=True)
+        names = naming.own_names(0, layers, files.names, modules.prefix, bias=True)
         return {
             "num_modules": modules.number, "target_config": table_, "steps": max(5, modules.number),
             "layer_indices": self._indices(files, table_, layers, modules),
-            "fc_bias": own["eh_proj.bias"] in files.names, **naming.options,
+            "fc_bias": names["eh_proj.bias"] in files.names, **naming.options,
             "zero_first_embedding": bool(config.get(_ZERO_FIRST, False)),
         }  # fmt: skip
 
@@ -183,9 +177,9 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         """For each module layer, the target layer of the same form, by its tensors, and of the type that the config
         gives to module layers, if it does (Mellum). CheckpointError if none matches."""
         convert, forms, target = LayerTensors(config), layer_forms(config), TargetLayers(config)
-        given = files.config
-        types = (table(given, _NESTED) or given).get("mtp_layer_types") or []
-        found: list[int] = []
+        file_config = files.config
+        types = (table(file_config, _NESTED) or file_config).get("mtp_layer_types") or []
+        indices: list[int] = []
         for j in range(len(modules.naming.layers)):
             tensors, why = self._layer(files, 0, j, layers, modules), ""
             for i in forms.values():
@@ -198,14 +192,14 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
                     if (index := next((n for n in alike if target.type_of(n) == kind), None)) is None:
                         raise CheckpointError(f"{files}: layer {j} of its MTP module is of type {shown(kind)} "
                                               "(mtp_layer_types), and none of the target's is")  # fmt: skip
-                    found.append(index)
+                    indices.append(index)
                     break
                 why = why or converted
             else:
                 raise CheckpointError(f"{files}: layer {j} of its MTP module is like none of the target's: {why}")
-        return tuple(found)
+        return tuple(indices)
 
-    def names(self, head: MtpConfig, found: Collection[str] = ()) -> dict[str, str]:
+    def names(self, head: MtpConfig, stored: Collection[str] = ()) -> dict[str, str]:
         return {}  # all are translated
 
     def translate(self, files: Files, head: MtpConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
@@ -220,10 +214,10 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             for name, what in naming.copied(k, layers, prefix).items():
                 if name in files.shapes:
                     check_embeddings(files, name, base, None if what == "embeddings" else output_matrix(files, base))
-            own = naming.own_names(k, layers, files.names, prefix, bias=head.fc_bias)
-            if missing := [theirs for theirs in own.values() if theirs not in files.shapes]:
+            names = naming.own_names(k, layers, files.names, prefix, bias=head.fc_bias)
+            if missing := [theirs for theirs in names.values() if theirs not in files.shapes]:
                 raise CheckpointError(f"{files}: its MTP module lacks {missing[0]}")
-            tensors |= {f"mtp.{k}.{ours}": files.tensor(theirs) for ours, theirs in own.items()}
+            tensors |= {f"mtp.{k}.{ours}": files.tensor(theirs) for ours, theirs in names.items()}
             for j, index in enumerate(head.layer_indices):
                 converted = convert.from_checkpoint(self._layer(files, k, j, layers, modules), index)
                 if isinstance(converted, str):
@@ -242,8 +236,8 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         if (naming := naming_of(kind)) is None:
             return [f"models of type {kind} have no such modules in the programs that read them"]
         wanted = {"hidden_first": False, "final_norm": True, "norm_output": True, **naming.options}
-        own = {name: getattr(head, name) for name in wanted}
-        wrong = [f"it has {name}={value}" for name, value in own.items() if value != wanted[name]]
+        values = {name: getattr(head, name) for name in wanted}
+        wrong = [f"it has {name}={value}" for name, value in values.items() if value != wanted[name]]
         if head.taps != (text_config(base).num_hidden_layers,):
             wrong.append("it does not read the output of the final norm")
         if head.num_modules > naming.most:
@@ -260,9 +254,11 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         target, forms = TargetLayers(head.target_config), layer_forms(head.target_config)
         for index in head.layer_indices:
             read_as = forms[layer_form(target, index)]
-            if (own := target.type_of(index)) != (theirs := target.type_of(read_as)):
-                return [f"its modules are like layer {index} of the target ({own}), and their tensors would be read as "
-                        f"those of layer {read_as} ({theirs}): train modules with layer_indices={read_as}"]  # fmt: skip
+            if (kind := target.type_of(index)) != (other := target.type_of(read_as)):
+                return [
+                    f"its modules are like layer {index} of the target ({kind}), and their tensors would be read as "
+                    f"those of layer {read_as} ({other}): train modules with layer_indices={read_as}"
+                ]
         layers = text_config(base).num_hidden_layers
         try:
             shipped = naming.names_in(BaseFiles.of(base).weights, layers, naming.prefixes[0], 1)
@@ -299,8 +295,8 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         convert, prefix = LayerTensors(head.target_config), naming.prefixes[0]
         named: dict[str, Tensor] = {}
         for k in range(head.num_modules):
-            own = naming.own_names(k, layers, (), prefix, bias=head.fc_bias)
-            named |= {theirs: tensors[f"mtp.{k}.{ours}"] for ours, theirs in own.items()}
+            names = naming.own_names(k, layers, (), prefix, bias=head.fc_bias)
+            named |= {theirs: tensors[f"mtp.{k}.{ours}"] for ours, theirs in names.items()}
             for j, (start, index) in enumerate(
                 zip(naming.layer_prefixes(k, layers, prefix), head.layer_indices, strict=True)
             ):

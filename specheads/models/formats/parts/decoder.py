@@ -77,15 +77,15 @@ def _refuse_windows(files: Files, config: dict[str, Any]) -> None:
     kinds, used, window = (config.get(name) for name in ("layer_types", "use_sliding_window", "sliding_window"))
     whole_text = isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds)
     if kinds is not None and not whole_text:
-        said = f"layer_types={quoted(kinds)}"
+        claim = f"layer_types={quoted(kinds)}"
     elif used not in (None, False):
-        said = f"use_sliding_window={quoted(used)}"
+        claim = f"use_sliding_window={quoted(used)}"
     elif window is not None and used is None and not whole_text:
-        said = f"sliding_window={quoted(window)}, and nothing says that no layer has it"
+        claim = f"sliding_window={quoted(window)}, and nothing says that no layer has it"
     else:
         return
     raise CheckpointError(
-        f"{files}: its config says {said}; layers of heads here have full attention, with which such a head would "
+        f"{files}: its config says {claim}; layers of heads here have full attention, with which such a head would "
         "draft worse in long texts, so it is not read yet. If its layers do have full attention, write "
         '"use_sliding_window": false, without layer_types'
     )
@@ -116,14 +116,17 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
 
 def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
     """The Llama config of a head's decoder, with every size given explicitly."""
-    own = text_config(base)
-    ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    base_config, biases = text_config(base), {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+    if not any(biases.values()):
+        biases = {}
+    ids = {name: getattr(base_config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "model_type": "llama", "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
         "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
-        **positions.rope_keys(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
-        "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
+        **positions.rope_keys(head),
+        "max_position_embeddings": getattr(base_config, "max_position_embeddings", None) or 2048,
+        "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors), **biases,
         **{name: value for name, value in ids.items() if value is not None},
     }  # fmt: skip

@@ -77,19 +77,19 @@ def boundaries(taps: Iterable[int], base: PreTrainedModel) -> list[int]:
     return [tap - 1 if tap == last else tap for tap in taps]
 
 
-def taps_at(found: Iterable[int], base: PreTrainedModel) -> tuple[int, ...]:
+def taps_at(ids: Iterable[int], base: PreTrainedModel) -> tuple[int, ...]:
     """Boundaries → taps."""
     layers = layer_count(text_config(base))
-    return tuple(i + (i >= layers) for i in found)
+    return tuple(i + (i >= layers) for i in ids)
 
 
 def sglang_boundaries(ids: Sequence[int] | None, base: PreTrainedModel) -> list[int]:
     """The boundaries that SGLang reads for the nested ids; None: there are none."""
-    found = families(base)
+    family = families(base)
     if not ids:
-        return [tap + bool(found & _USUAL_PLUS_ONE) for tap in usual_taps(base)]
-    as_they_are = (found & _FIRST_IS_ONE and ids[0] != 1) or (
-        found & _LARGEST_IS_LAST and max(ids) == layer_count(text_config(base))
+        return [tap + bool(family & _USUAL_PLUS_ONE) for tap in usual_taps(base)]
+    as_they_are = (family & _FIRST_IS_ONE and ids[0] != 1) or (
+        family & _LARGEST_IS_LAST and max(ids) == layer_count(text_config(base))
     )
     return list(ids) if as_they_are else [i + 1 for i in ids]
 
@@ -97,11 +97,11 @@ def sglang_boundaries(ids: Sequence[int] | None, base: PreTrainedModel) -> list[
 def read_taps(files: Files, config: dict[str, Any], base: PreTrainedModel) -> tuple[int, ...]:
     """The taps that the config names. CheckpointError if its two keys disagree or a layer does not exist."""
     top, nested = wholes(config, KEY), wholes(table(config, TABLE), KEY)
-    found, inner = list(top or usual_taps(base)), sglang_boundaries(nested, base)
+    outer, inner = list(top or usual_taps(base)), sglang_boundaries(nested, base)
     if nested:
-        if top and found != inner:
+        if top and outer != inner:
             raise CheckpointError(
-                f"{files}: {KEY} says hidden_states {found}, and {TABLE}.{KEY} {inner} (as SGLang counts them); "
+                f"{files}: {KEY} says hidden_states {outer}, and {TABLE}.{KEY} {inner} (as SGLang counts them); "
                 "consumers would read different layers"
             )
         if inner != list(nested) and not top:
@@ -110,8 +110,8 @@ def read_taps(files: Files, config: dict[str, Any], base: PreTrainedModel) -> tu
                 "on a CPU, and the usual layers on a GPU. An export to vllm names them as they are read here.",
                 files, TABLE, list(nested), inner, list(nested),
             )  # fmt: skip
-        found = inner
-    return readable(files, taps_at(found, base), base)
+        outer = inner
+    return readable(files, taps_at(outer, base), base)
 
 
 def readable(files: Files, taps: tuple[int, ...], base: PreTrainedModel) -> tuple[int, ...]:
@@ -179,10 +179,10 @@ def read_output_ids(files: Files, config: dict[str, Any], key: str, base: PreTra
 
 def llamacpp_refusals(base: PreTrainedModel) -> list[str]:
     """The reason why llama.cpp cannot draft for this base; [] if it can."""
-    found = families(base)
-    if found & set(LLAMACPP_FAMILIES) and "mistral3" not in found:  # of a vision model llama.cpp builds another class
+    family = families(base)
+    if family & set(LLAMACPP_FAMILIES) and "mistral3" not in family:  # of a vision model llama.cpp builds another class
         return []
     return [
-        f"llama.cpp {LLAMACPP} gives no layer inputs of {' or '.join(sorted(found))}, so its server would end at the "
+        f"llama.cpp {LLAMACPP} gives no layer inputs of {' or '.join(sorted(family))}, so its server would end at the "
         f"first request; it does for {', '.join(LLAMACPP_FAMILIES)}: serve the head by another program"
     ]

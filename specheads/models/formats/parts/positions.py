@@ -69,14 +69,14 @@ def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
     no head supports is refused by the head's options.
     """
     tables = {name: table(config, name) for name in ("rope_parameters", "rope_scaling") if table(config, name)}
-    found = [_filled(files, config, rope) for rope in tables.values()] or [_filled(files, config, {})]
+    spellings = [_filled(files, config, rope) for rope in tables.values()] or [_filled(files, config, {})]
     if config.get("rope_theta") is not None:
-        found.append({**found[0], "rope_theta": real(config, "rope_theta", USUAL_THETA)})
-    if any(other != found[0] for other in found):
+        spellings.append({**spellings[0], "rope_theta": real(config, "rope_theta", USUAL_THETA)})
+    if any(other != spellings[0] for other in spellings):
         raise CheckpointError(
             f"{files}: its {', '.join(tables)} and rope_theta do not say the same; take away what is wrong"
         )
-    return found[0]
+    return spellings[0]
 
 
 def _filled(files: Files, config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def _filled(files: Files, config: dict[str, Any], rope: dict[str, Any]) -> dict[
     longest, original = whole(config, "max_position_embeddings", 2048), config.get("original_max_position_embeddings")
     if original is not None and "original_max_position_embeddings" in options:
         options["original_max_position_embeddings"] = original
-    given = {name: value for name, value in options.items() if value is not None}
+    known = {name: value for name, value in options.items() if value is not None}
     theta = real(config if rope.get("rope_theta") is None else rope, "rope_theta", USUAL_THETA)
-    return {**complete_rope({"rope_type": kind, **given}, longest), "rope_theta": theta}
+    return {**complete_rope({"rope_type": kind, **known}, longest), "rope_theta": theta}
 
 
 def _text_type(files: Files, rope: dict[str, Any]) -> Any:

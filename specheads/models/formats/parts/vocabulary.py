@@ -25,10 +25,10 @@ def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor
         raise CheckpointError(f"{files}: it drafts {draft} of {vocab} tokens, and has no d2t to say which")
     vocabulary = from_ids(files, "d2t", ids, vocab)
     if "t2d" in consumed:
-        found = files.shapes["t2d"]
-        if found.shape != (vocab,) or found.is_floating_point():
+        stored = files.shapes["t2d"]
+        if stored.shape != (vocab,) or stored.is_floating_point():
             raise CheckpointError(
-                f"{files}: t2d is {tuple(found.shape)} of {found.dtype}, not ({vocab},) of torch.bool"
+                f"{files}: t2d is {tuple(stored.shape)} of {stored.dtype}, not ({vocab},) of torch.bool"
             )
         if not torch.equal(files.tensor("t2d").bool(), vocabulary["t2d"]):
             raise CheckpointError(f"{files}: t2d and d2t do not name the same {draft} tokens")
@@ -50,9 +50,11 @@ def from_ids(files: Files, name: str, ids: Tensor, vocab: int) -> dict[str, Tens
 
 
 def _integers(files: Files, name: str, size: int) -> Tensor:
-    found = files.shapes[name]
-    if found.shape != (size,) or found.dtype not in (torch.int64, torch.int32):
-        raise CheckpointError(f"{files}: {name} is {tuple(found.shape)} of {found.dtype}, not ({size},) of torch.int64")
+    stored = files.shapes[name]
+    if stored.shape != (size,) or stored.dtype not in (torch.int64, torch.int32):
+        raise CheckpointError(
+            f"{files}: {name} is {tuple(stored.shape)} of {stored.dtype}, not ({size},) of torch.int64"
+        )
     return files.tensor(name).long()
 
 

@@ -20,7 +20,7 @@ from specheads.options import shown
 from specheads.training.errors import begin_from_head
 
 DECODING = ("tree", "draft_depth")  # options of a head that do not affect its training
-MOST_ROWS = 1000  # read at most so many rows (about) for the data's checksum
+MAX_ROWS = 1000  # read at most so many rows (about) for the data's checksum
 _LEARNT = ("labels", "loss_mask")  # either says which tokens are learnt
 WHOLE = ("no", "ddp")  # kinds whose checkpoints are unsharded, and interchangeable
 
@@ -70,18 +70,18 @@ class Writers:
             )
 
 
-def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
+def refuse_other_model(current: SpecConfig, checkpoint: Path) -> None:
     """ResumeError if the checkpoint's head is not like this run's, or is for another base."""
     if not (checkpoint / CONFIG).is_file():
         return
     written = SpecConfig.from_dict(json.loads((checkpoint / CONFIG).read_text("utf8")))
-    here, there = ({**config.head_config().to_dict(), "lora": config.joint} for config in (own, written))
+    here, there = ({**config.head_config().to_dict(), "lora": config.joint} for config in (current, written))
     differing = [
         f"{name} is {shown(there[name])}, not {shown(here[name])}"
         for name in (["kind"] if here["kind"] != there["kind"] else here)
         if name not in DECODING and here[name] != there[name]
     ]
-    others = differences(own.base_fingerprint, written.base_fingerprint)
+    others = differences(current.base_fingerprint, written.base_fingerprint)
     differing += [f"the base has other {name}" for name in others]
     if differing:
         raise ResumeError(
@@ -109,7 +109,7 @@ def data_mark(rows: Any) -> str | None:
     transform or a collator may make them later); None for a dataset without a length."""
     if not hasattr(rows, "__len__"):
         return None
-    mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MOST_ROWS))
+    mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MAX_ROWS))
     if hasattr(rows, "checksum"):  # saved features, whose rows are large
         return f"{mark}, checksum {rows.checksum()} of the features"
     names = rows[0] if isinstance(rows, list | tuple) and rows else getattr(rows, "column_names", ())

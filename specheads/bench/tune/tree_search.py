@@ -88,24 +88,24 @@ def search_head(name: str, texts: Sequence[Tensor], costs: StepCosts, length: in
     length: tokens of context. The batch is the one that the costs were measured for."""
     ranks = torch.cat([*texts])
     depths = ranks.shape[1]
-    found = [chain(n) for n in CHAINS if n <= depths]
+    candidates = [chain(n) for n in CHAINS if n <= depths]
     for nodes in TREES:
         trees = [calibrate_tree(ranks, nodes, depth) for depth in range(1, depths + 1)]
         best = max(trees, key=lambda tree: _candidate(name, tree, texts, costs, length).tokens_per_second)
-        if best not in found:
-            found.append(best)
-    return [_candidate(name, tree, texts, costs, length) for tree in found]
+        if best not in candidates:
+            candidates.append(best)
+    return [_candidate(name, tree, texts, costs, length) for tree in candidates]
 
 
 def search_copies(record: Record, costs: StepCosts, length: int) -> list[Candidate]:
     """Plain decoding, and prompt lookup replayed over the record, for the batch that the costs were measured for."""
     batch = costs.batch
-    found = [Candidate("none", "", 1, 1.0, costs.step(batch, 1, length), batch)]
+    candidates = [Candidate("none", "", 1, 1.0, costs.step(batch, 1, length), batch)]
     for count in COPIES:
         figures = review(record, record.outputs, PromptLookup(count), chain(count), torch.device("cpu"))
         ms = costs.step(batch, count + 1, length) + costs.lookup(length)
-        found.append(Candidate("lookup", f"chain:{count}", count + 1, figures["accepted_length"], ms, batch))
-    return found
+        candidates.append(Candidate("lookup", f"chain:{count}", count + 1, figures["accepted_length"], ms, batch))
+    return candidates
 
 
 def mean_length(record: Record) -> int:

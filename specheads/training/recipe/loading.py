@@ -1,0 +1,53 @@
+"""Loading what a recipe names: its base model, the tokenizer, and rows of token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from specheads.data.datasets import build_datasets
+from specheads.hub import hub_options
+from specheads.models.base.loading import (
+    as_dtype,
+    load_config,
+    load_language_model,
+    load_tokenizer,
+    quantization,
+    stop_ids,
+)
+from specheads.training.recipe.recipe import Recipe
+
+
+def load_base(recipe: Recipe) -> PreTrainedModel:
+    hub = hub_options(recipe.base)
+    dtype: Any = as_dtype(recipe.base_dtype) or "auto"
+    options: dict[str, Any] = {**hub, "dtype": dtype}
+    if recipe.attn_implementation is not None:
+        options["attn_implementation"] = recipe.attn_implementation
+    if recipe.bits is not None:
+        if dtype == "auto":
+            dtype = getattr(AutoConfig.from_pretrained(recipe.base, **hub), "dtype", None) or torch.float32
+        options["quantization_config"] = quantization(recipe.bits, dtype)
+    return load_language_model(recipe.base, **options)
+
+
+def load_tokens(recipe: Recipe) -> tuple[PreTrainedConfig, Any, set[int]]:
+    """The config of the base, its tokenizer, and the tokens at which it stops."""
+    hub = hub_options(recipe.base)
+    config, tokenizer = load_config(recipe.base, **hub), load_tokenizer(recipe.base, **hub)
+    return config, tokenizer, stop_ids(recipe.base, config.get_text_config(decoder=True), tokenizer, **hub)
+
+
+def load_rows(recipe: Recipe) -> tuple[Any, Any, Any]:
+    """Rows to train on, held-out rows or None, and the base's tokenizer."""
+    assert recipe.data is not None
+    config, tokenizer, stops = load_tokens(recipe)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    return *build_datasets(recipe.data, tokenizer, vocab_size, stops), tokenizer
+
+
+def padding_id(tokenizer: Any) -> int:
+    """The id that pads rows to the longest of a batch."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

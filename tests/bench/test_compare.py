@@ -134,9 +134,10 @@ def test_auto_asks_the_models_own_generate_for_it(monkeypatch, setup):
 class Scripted:
     """A decoder that gives the prompt's first token `count` times, and logs that it ran."""
 
-    drafters, refill, compiles_as_needed, lossy = (), False, False, False
+    drafters, refill, compiles, compiles_as_needed, lossy = (), False, True, False, False
 
-    def __init__(self, name, log, count=3, dies_at=None, fails=None):
+    def __init__(self, name, log, count=3, dies_at=None, fails=None, compiles=True):
+        self.compiles, self.limits = compiles, []
         self.name, self.log, self.count, self.dies_at, self.fails = name, log, count, dies_at, fails
 
     def refusal(self, cell):
@@ -149,6 +150,7 @@ class Scripted:
             if len(self.log) == self.dies_at:
                 raise KeyboardInterrupt
             self.log.append(self.name)
+            self.limits.append(batch.get("limits"))
             return Output([[int(row[-1])] * self.count for row in batch["input_ids"]], seconds=1.0 + len(self.name))
 
         return decode
@@ -176,6 +178,13 @@ def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, setup,
     assert [(one["repeat"], one["index"]) for one in outcome.rounds] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {"".join(sorted(order)) for order in orders} == {"abc"} and len(set(orders)) > 1
     assert outcome.complete and outcome.left_out == {}
+
+
+def test_what_does_not_compile_is_warmed_up_by_a_few_tokens_of_one_prompt(setup, tmp_path):
+    spec = Scripted("a", [], compiles=False)
+    measured(setup, tmp_path, {"a": spec}, repeats=1, max_new_tokens="50-60")
+    assert spec.limits[0] == [4] and len(spec.limits) == 3  # the set-up's own limit is 4
+    assert all(50 <= limit <= 60 for (limit,) in spec.limits[1:])
 
 
 def test_rounds_of_steps_in_turn_are_those_of_texts(setup, tmp_path):

@@ -94,6 +94,10 @@ class DecoderSpec(ABC):
         return False
 
     @property
+    def compiles(self) -> bool:
+        return False
+
+    @property
     def compiles_as_needed(self) -> bool:
         return False
 

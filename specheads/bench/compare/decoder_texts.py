@@ -48,6 +48,10 @@ class Transformers(DecoderSpec):
 class TransformersStatic(DecoderSpec):
     """transformers' generate() with a static cache and torch.compile."""
 
+    @property
+    def compiles(self) -> bool:
+        return True
+
     def build(self, setup: BenchSetup, cell: Cell) -> Decoder:
         base = setup.models.target
         return decoders.transformers_static(base, setup.max_new_tokens, setup.longest, **setup.sampling(cell))
@@ -125,6 +129,10 @@ class Ours(DecoderSpec):
     @property
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None or self.k_matrix else (self.drafter,)
+
+    @property
+    def compiles(self) -> bool:
+        return self.compile
 
     @property
     def compiles_as_needed(self) -> bool:

@@ -32,6 +32,8 @@ from specheads.models.costs import auto_drafter
 from specheads.options import OptionError, reason
 from specheads.terminal import Report
 
+WARM_UP_TOKENS = 8
+
 
 @dataclass
 class Outcome:
@@ -218,17 +220,17 @@ class _CellRun:
             self.rounds.append({name: value for name, value in row.items() if name != "left_out"})
 
     def _warm_up(self, names: Sequence[str], tell: Callable[[str], None]) -> None:
-        """Build each decoder and run it untimed on the shortest and longest batch of each number of rows, for which it
-        may compile, or on all batches if what it compiles depends on the text.
+        """Build each decoder and run it untimed: a few tokens of the shortest batch or, if it compiles, all of the
+        shortest and longest batch of each number of rows; of every batch if what it compiles depends on the text.
 
         A decoder that cannot run in this cell is left out, unless it is the reference."""
-        by_rows: dict[int, list[dict[str, Any]]] = {}
-        for batch in self.batches:
-            by_rows.setdefault(len(batch["input_ids"]), []).append(batch)
-        chosen = []
-        for batches in by_rows.values():
-            batches = sorted(batches, key=lambda batch: batch["input_ids"].shape[1])
-            chosen += [batches[0], batches[-1]] if len(batches) > 1 else batches
+        batches = sorted(self.batches, key=lambda batch: (len(batch["input_ids"]), batch["input_ids"].shape[1]))
+        few = {name: values for name, values in batches[0].items() if name != CONVERSATIONS}
+        few["limits"] = [min(WARM_UP_TOKENS, self.setup.max_new_tokens)] * len(few["input_ids"])
+        ends: list[dict[str, Any]] = []
+        for _, same in itertools.groupby(batches, key=lambda batch: len(batch["input_ids"])):
+            first, *others = same
+            ends += [first, *others[-1:]]
         for name in names:
             tell(f"warming up {name}")
             try:
@@ -236,7 +238,8 @@ class _CellRun:
                 if not self.specs[name].refill:
                     decoder = batch_by_batch(decoder, self.cell.batch)
                 decoder = with_follow_ups(decoder, self.setup.models.tokenizer)
-                for batch in self.batches if self.specs[name].compiles_as_needed else chosen:
+                spec = self.specs[name]
+                for batch in self.batches if spec.compiles_as_needed else ends if spec.compiles else [few]:
                     decoder(batch, None)
             except (ValueError, RuntimeError) as error:
                 self._leave_out(name, error)

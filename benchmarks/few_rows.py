@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from specheads.bench import environment, report

@@ -16,7 +16,7 @@ setup(
     packages=[*find_packages(include=["specheads", "specheads.*"]), "specheads.recipes"],
     package_dir={"specheads.recipes": "recipes"},
     package_data={
-        "specheads": ["py.typed", "decoding/compiled/few_rows.cpp", "decoding/planner/by_cost/shipped/*.json"],
+        "specheads": ["py.typed", "decoding/kernels/few_rows.cpp", "decoding/planner/by_cost/shipped/*.json"],
         "specheads.recipes": ["*.yaml", "*/*.yaml"],
     },
     install_requires=[

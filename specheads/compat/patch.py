@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
 
 from specheads.decoding.acceptance import Fuzzy, fuzzy_from
@@ -15,8 +16,10 @@ from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
 from specheads.decoding.drafters.model import writes_alone
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.hf_options import effective_config
+from specheads.decoding.kernels.few_rows import few_row_kernels, few_row_layers
 from specheads.decoding.verify.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
+from specheads.options import shown
 
 _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
 _DRAFTERS = ("assistant_model", "draft", "prompt_lookup_num_tokens")
@@ -27,7 +30,7 @@ _TRANSFORMERS_OWN = ("speculation_type", "use_mtp", "assistant_early_exit", "ass
 LENGTHS = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
 
 
-def patch(model: Any) -> AbstractContextManager[Any]:
+def patch(model: Any, *, draft: bool | None = None) -> AbstractContextManager[Any]:
     """Let this model's generate() draft: `model.generate(**inputs, assistant_model=small, fsd_div_threshold=0.4)`.
 
     A call with one of these arguments goes through `specheads.generate`; any other call is left to the model. So are
@@ -39,10 +42,19 @@ def patch(model: Any) -> AbstractContextManager[Any]:
     fsd_tracking means output_divergences, but is ignored if none can be returned. draft, tree, accept, seed,
     output_divergences: as in `specheads.generate`.
 
+    draft=False: calls that are left to the model also get our products of few rows on a CPU, as in
+    `specheads.generate(kernels=True)`, for faster plain decoding. ValueError for any other value: what drafts is an
+    argument of each call.
+
     Patching again changes nothing. As a context manager, it is undone at the end of the block. For a peft model, the
     inner model is patched, whose generate() the peft model calls.
     """
-    return replace_generate(model, DraftingGenerate)
+    if draft not in (None, False):
+        raise ValueError(
+            f"patch(draft={shown(draft)}): a patched model's calls say what drafts, model.generate(**inputs, "
+            "draft=...); draft=False speeds up those that say nothing"
+        )
+    return replace_generate(model, DraftingGenerate if draft is None else FasterGenerate)
 
 
 def replace_generate(model: Any, kind: type[DraftingGenerate]) -> AbstractContextManager[Any]:
@@ -141,6 +153,15 @@ class DraftingGenerate:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.base).generate(self.base, *args, **kwargs)
+
+
+class FasterGenerate(DraftingGenerate):
+    """As `DraftingGenerate`; transformers' own loop uses our products of few rows."""
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        modules = [self.base] if kwargs.get("custom_generate") is None else []
+        with torch.no_grad(), few_row_kernels(few_row_layers(modules)):
+            return super()._own(*args, **kwargs)
 
 
 def _given(call: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.decoding.acceptance import Acceptance, Verdict
 from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, StepCompiler
+from specheads.decoding.compiled.graphs import DEFAULT_BACKEND
 from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
+from specheads.decoding.kernels.few_rows import few_row_kernels, few_row_layers
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.plan import LimitRows, RecordDraftLogits
 from specheads.decoding.probs.processors import ProcessorWatch
@@ -81,6 +83,7 @@ def decode(
     keep_divergences: bool = False,
     refill: Refill | None = None,
     compiled: CompiledSteps | None = None,
+    kernels: bool = True,
 ) -> Iterator[Step]:
     """Generate from prompts ids (B, T), packed left, of lengths (B,). Yields one Step at a time until all rows stop.
 
@@ -91,11 +94,13 @@ def decode(
     it, and logits processors do not run past it or past an end. inputs: what the model takes besides ids. refill:
     called between steps for new prompts to replace finished rows; their first tokens come in a Step of their own. It
     needs a `refillable` drafter and a base whose positions do not depend on the length.
-    compiled: what compiles the steps; it needs a target made with static=True.
+    compiled: what compiles the steps; it needs a target made with static=True. kernels: as in generate().
     """
     drafter = None if drafter is None else with_defaults(drafter)
     limits = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    loop = _Loop(target, drafter, plan, sampler, accept, stop, limits, eos, keep_scores, keep_divergences, compiled)
+    loop = _Loop(
+        target, drafter, plan, sampler, accept, stop, limits, eos, keep_scores, keep_divergences, compiled, kernels
+    )  # fmt: skip
     yield loop.prefill(ids, lengths, inputs)
     if refill is not None:
         target.switch = None  # no text of a refilled batch reaches the length at which positions change
@@ -117,7 +122,7 @@ class _Loop:
     not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
     tokens gained. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: until it is known if a
     logits processor cannot judge drafts; meanwhile nothing is drafted. num_top: how many of the target's likeliest
-    tokens the drafter wants.
+    tokens the drafter wants. few_row_layers: those whose products in a step are our own.
 
     Inference mode spares each operation its autograd bookkeeping, a tenth of a step on a CPU. It is entered by each
     step: around a generator, torch's wrapper would run when a stream that was left early is freed, at exit after torch.
@@ -134,6 +139,7 @@ class _Loop:
     keep_scores: bool
     keep_divergences: bool
     compiled: CompiledSteps | None
+    kernels: bool
 
     compiler: StepCompiler | None = field(init=False)
     active_rows: list[bool] = field(init=False, default_factory=list)
@@ -146,6 +152,7 @@ class _Loop:
     end_ids: Tensor | None = field(init=False)
     watch: ProcessorWatch | None = field(init=False)
     num_top: int = field(init=False)
+    few_row_layers: list[nn.Linear] = field(init=False, default_factory=list)
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs | None) -> Step:
@@ -178,6 +185,11 @@ class _Loop:
                 self.compiled, self.target, self.drafter, self.plan, self.accept, sampler, self.num_top,
                 details=self.keep_scores or self.keep_divergences,
             )  # fmt: skip
+        if self.kernels:
+            modules = (*self.target.modules, *(self.drafter.draft_modules if self.drafter else ()))
+            # Where a C++ compiler runs anyway, a small model is worth one more file.
+            compiles = self.compiler is not None and self.compiler.steps.backend == DEFAULT_BACKEND
+            self.few_row_layers = few_row_layers(modules, fewest_bytes=0 if compiles else None)
 
         kept_scores = [] if scores is None else [[pair] for pair in zip(logits, scores, strict=True)]
         tokens = self.apply_stop([[row[-1]] for row in self.context.history], kept_scores)
@@ -223,6 +235,10 @@ class _Loop:
     @torch.inference_mode()
     def step(self, *, queue_pending: bool) -> Step:
         """One step of all running rows. queue_pending: may a new prompt replace the next row that finishes?"""
+        with few_row_kernels(self.few_row_layers):
+            return self._step(queue_pending)
+
+    def _step(self, queue_pending: bool) -> Step:
         began, end_part = time.perf_counter(), part_timer.get()
         schedule = schedule_step(self.target, self.plan, self.running, self.context.history, self.prompts, self.limits)
         self.context = replace(self.context, remaining=schedule.remaining, queue_pending=queue_pending)

@@ -123,19 +123,6 @@ def test_a_backend_that_torch_does_not_have_is_refused_and_one_that_was_register
     assert torch.equal(compiled, generate(base, **options)) and len(compiled_steps(base, "of_ours")) == 1
 
 
-def test_without_a_compiler_of_products_decoding_continues_after_one_warning(monkeypatch, hf_log):
-    def broken():
-        raise OSError("no C++ compiler")
-
-    monkeypatch.setattr("specheads.decoding.compiled.few_rows.load", broken)
-    model = spec_model("medusa", num_heads=3)
-    options = {"draft": False, "max_new_tokens": 6, "do_sample": False}
-    texts = [model.generate(torch.tensor([PROMPTS[0]]), **options, compile=way) for way in (False, True)]
-    assert torch.equal(*texts)
-    assert "no C++ compiler" in compiled_steps(model.base).failure
-    assert sum("without" in record.message for record in hf_log.records) == 1
-
-
 def test_a_wrong_call_fails_as_it_does_without():
     model = spec_model("medusa", num_heads=3)
     ids = torch.tensor([PROMPTS[0]])

@@ -1,15 +1,16 @@
-"""Attention of few queries: the pass of torch's compiler replaces what it should, by attention of the same value."""
+"""Attention of few queries: ours where it should be, of the same value, and the same whatever rows are beside it."""
+
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._inductor.virtualized import V
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import nn
 
-from specheads.decoding.compiled.few_rows import MOST_QUERIES, FewRows, load
+from specheads.decoding.kernels.few_rows import MOST_QUERIES, attends, few_row_kernels, few_row_layers, load
+from specheads.decoding.verify.grouped_attention import grouped_attention
 from tests.support.compiled_texts import needs_compiler
 
-TORCHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 OURS = torch.ops.specheads
 
 pytestmark = needs_compiler
@@ -30,22 +31,49 @@ def exact(query, key, value, mask, scale=None):
     return F.scaled_dot_product_attention(*(t.double() for t in (query, key, value)), mask.double(), scale=scale)
 
 
-def ours(query, key, value, mask, scale=None):
+def ours(query, key, value, mask, scale=None, last=0):
     load()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return OURS.attention_of_few_rows(query, key, value, mask, scale)
+    return OURS.attention_of_few_rows(query, key, value, mask, scale, last)
 
 
 def assert_same(found, expected):
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    relative, absolute = (2**-8, 1e-4) if found.dtype == torch.bfloat16 else (1e-4, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=relative, atol=absolute)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("dtype", MOST_QUERIES)
 @pytest.mark.parametrize("width", [16, 64, 80])
-def test_attention_of_all_sizes(num_rows, width):
-    for num_keys in (1, 2, 15, 16, 17, 255, 256, 257, 600):
-        given = inputs(num_rows, num_keys, width)
-        assert_same(ours(*given), exact(*given))
+def test_attention_of_all_sizes(dtype, width):
+    for num_rows, num_keys in itertools.product([1, 2, 3, 4, 5, 7, 17, 42], [1, 2, 15, 16, 17, 257, 600, 4200]):
+        given = inputs(num_rows, num_keys, width, dtype=dtype)
+        for last in {0, min(5, num_keys), num_keys}:
+            assert_same(ours(*given, last=last), exact(*given))
+
+
+@pytest.mark.parametrize("dtype", MOST_QUERIES)
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype):
+    query, key, value, mask = inputs(42, 3500, 64, dtype=dtype)
+    together = ours(query, key, value, mask)
+    for begin, end in ((0, 1), (0, 5), (3, 10), (20, 42)):
+        part = ours(query[:, :, begin:end], key, value, mask[:, :, begin:end])
+        assert torch.equal(part, together[:, :, begin:end])
+
+
+@pytest.mark.parametrize("dtype", MOST_QUERIES)
+def test_a_row_has_the_same_bits_whether_its_last_keys_are_in_the_tree_or_committed(dtype):
+    """Three last keys in the slots of a tree of seven, among others that are masked, or after the others."""
+    query, key, value, mask = inputs(4, 530, 64, dtype=dtype)
+    committed = ours(query, key, value, mask)
+    slots = [1, 2, 5]
+    tree, of_tree = torch.randn(3, 2, 7, 64).to(dtype), torch.full((3, 1, 4, 7), torch.finfo(dtype).min).to(dtype)
+    keys, values = (torch.cat([tree, part[:, :, :-3], tree], 2) for part in (key, value))
+    keys[:, :, slots], values[:, :, slots] = key[:, :, -3:], value[:, :, -3:]
+    masks = torch.cat([of_tree, mask[..., :-3], of_tree], -1)
+    masks[..., slots] = mask[..., -3:]
+    assert torch.equal(ours(query, keys, values, masks, last=7), committed)
+    if dtype == torch.float32:  # bfloat16 rounds the difference off
+        assert not torch.equal(ours(query, keys, values, masks, last=0), committed)
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
@@ -118,42 +146,35 @@ def test_heads_on_several_threads(num_threads):
         torch.set_num_threads(before)
 
 
-def after_the_pass(function, *given):
-    """Its graph as the compiler has it, after the pass; and whether torch's attention is left."""
-    traced = make_fx(function, tracing_mode="fake")(*given)
-    traced.graph.eliminate_dead_code()  # as torch's compiler does
-    fake = next(node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder").fake_mode
-    assert list(traced.graph.find_nodes(op="call_function", target=TORCHS))
-    with V.set_fake_mode(fake):
-        FewRows()(traced.graph)
-    traced.graph.lint()
-    traced.recompile()
-    return traced, bool(list(traced.graph.find_nodes(op="call_function", target=TORCHS)))
+def block(dtype=torch.float32):
+    """A block of `few_row_kernels`."""
+    return few_row_kernels(few_row_layers([nn.Linear(3, 3, dtype=dtype)], fewest_bytes=0))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_attention_of_few_queries_becomes_ours_of_the_same_value(scale):
-    given = inputs(MOST_QUERIES, 70)
-    graph, left = after_the_pass(lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, scale=scale) + 1, *given)
-    assert not left
-    assert_same(graph(*given) - 1, exact(*given, scale=scale))
+def test_attention_of_few_queries_is_ours_in_a_block(scale):
+    query, key, value, mask = inputs(5, 70, heads=4)
+    key, value = key[:, :2], value[:, :2]
+    found = grouped_attention(query, key, value, mask, scale)
+    with block():
+        in_block = grouped_attention(query, key, value, mask, scale)
+    shared = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
+    assert_same(found, exact(query, *shared, mask, scale=scale))
+    assert_same(in_block, exact(query, *shared, mask, scale=scale))
+    order = ours(query.view(3, 2, 10, 32), key, value, mask.repeat(1, 1, 2, 1), scale, last=5).view(query.shape)
+    assert torch.equal(in_block, order)
 
 
-@pytest.mark.parametrize(
-    ("given", "options"),
-    [
-        (inputs(MOST_QUERIES + 1), {}),
-        (inputs(width=24), {}),
-        (inputs(dtype=torch.bfloat16), {}),
-        (inputs(), {"attn_mask": None}),
-        (inputs(), {"attn_mask": None, "is_causal": True}),
-    ],
-    ids=["more queries", "odd heads", "bfloat16", "no mask", "causal"],
-)
-def test_other_attention_is_left_alone(given, options):
-    def attend(query, key, value, mask):
-        return F.scaled_dot_product_attention(query, key, value, **({"attn_mask": mask} | options))
-
-    graph, left = after_the_pass(attend, *given)
-    assert left
-    torch.testing.assert_close(graph(*given), attend(*given))
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", MOST_QUERIES)
+def test_other_attention_is_torchs(dtype):
+    few = inputs(MOST_QUERIES[dtype], dtype=dtype)
+    assert not attends(*few)
+    with block(dtype):
+        assert attends(*few)
+        assert not attends(*inputs(MOST_QUERIES[dtype] + 1, dtype=dtype))
+        assert not attends(*inputs(width=24, dtype=dtype))
+        assert not attends(few[0], few[1], few[2][..., :16], few[3])
+        assert not attends(*few[:3], few[3] == 0)
+        assert not attends(few[0], few[1].half(), *few[2:])

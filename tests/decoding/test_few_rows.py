@@ -1,4 +1,4 @@
-"""Products of few rows: the pass of torch's compiler replaces those it should, by products of the same value."""
+"""Products of few rows: by each of the processor's instructions, and the same whatever rows are beside them."""
 
 import itertools
 
@@ -6,13 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._inductor.codecache import CppCodeCache
-from torch._inductor.virtualized import V
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from specheads.decoding.compiled.few_rows import MOST_ROWS, SOURCE, FewRows, load
+from specheads.decoding.kernels.few_rows import MOST_ROWS, SOURCE, load
 from tests.support.compiled_texts import needs_compiler
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 OURS = torch.ops.specheads
 
 pytestmark = needs_compiler
@@ -26,78 +23,87 @@ def linear(num_rows, length, width=5, *, bias=False, dtype=torch.float32):
     return rows, weight, offset if bias else None
 
 
-def after_the_pass(function, *inputs):
-    """Its graph as the compiler has it, after the pass; and the products that are left."""
-    traced = make_fx(function, tracing_mode="fake")(*inputs)
-    fake = next(node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder").fake_mode
-    with V.set_fake_mode(fake):
-        FewRows()(traced.graph)
-    traced.recompile()
-    return traced, [node for node in traced.graph.nodes if node.target in PRODUCTS]
-
-
 def assert_product(found, rows, weight, bias=None):
     exact = F.linear(*(None if tensor is None else tensor.double() for tensor in (rows, weight, bias)))
     relative = 2**-8 if found.dtype == torch.bfloat16 else 1e-5  # half of bfloat16's last place
     torch.testing.assert_close(found.double(), exact, rtol=relative, atol=1e-4)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", MOST_ROWS)
-@pytest.mark.parametrize("excess", [None, 0, 1])
-def test_products_of_few_rows_become_ours_of_the_same_value(excess, dtype, bias):
-    inputs = linear(1 if excess is None else MOST_ROWS[dtype] + excess, 70, bias=bias, dtype=dtype)
-    graph, products = after_the_pass(F.linear, *inputs)
-    assert bool(products) is (excess == 1)
-    found = graph(*inputs)
-    assert found.dtype == dtype
-    assert_product(found, *inputs)
-
-
-@pytest.mark.parametrize("dtype", MOST_ROWS)
-@pytest.mark.parametrize("num_rows", [0, *range(1, 8), 11, 12, 13])
-def test_products_of_all_sizes(num_rows, dtype):
+def instructions():
+    """Each dtype with each of the processor's instructions that multiply it."""
     load()
-    for length, width in itertools.product([0, 1, 15, 16, 17, 33, 128], [1, 3, 4, 5, 9]):
-        rows, weight, _ = linear(num_rows, length, width, dtype=dtype)
-        assert_product(OURS.few_rows(rows, weight.t()), rows, weight)
+    return [(torch.float32, None), *((torch.bfloat16, name) for name in OURS.instructions())]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_products_of_matrices_worth_several_threads(num_threads):
-    load()
+def test_products_of_all_sizes_by_all_instructions_whatever_rows_are_beside():
+    """A row's result has the same bits in each number of rows: a sum's order depends on the matrix alone."""
+    for dtype, by in instructions():
+        lengths, widths = [0, 1, 2, 15, 16, 17, 31, 32, 33, 70, 128], [1, 3, 4, 5, 9, 31, 32, 33, 70]
+        for length, width in itertools.product(lengths, widths):
+            rows, weight, bias = linear(40, length, width, bias=True, dtype=dtype)
+            together = OURS.few_rows(rows, weight, bias, by)
+            assert_product(together, rows, weight, bias)
+            for count in range(34):
+                assert torch.equal(OURS.few_rows(rows[:count], weight, bias, by), together[:count]), (by, count)
+            assert torch.equal(OURS.few_rows(rows[17:20], weight, bias, by), together[17:20])
+
+
+def test_products_of_large_matrices_on_one_to_four_threads():
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
     try:
-        rows, weight, _ = linear(3, 301, 1003)
-        assert_product(OURS.few_rows(rows, weight.t()), rows, weight)
+        for dtype, by in instructions():
+            rows, weight, bias = linear(19, 301, 1003, bias=True, dtype=dtype)
+            found = []
+            for threads in (1, 2, 3, 4):
+                torch.set_num_threads(threads)
+                found.append(OURS.few_rows(rows, weight, bias, by))
+            assert_product(found[0], rows, weight, bias)
+            assert all(torch.equal(found[0], other) for other in found[1:])
     finally:
         torch.set_num_threads(before)
 
 
-def test_rows_that_are_part_of_others():
+def test_rows_and_matrices_that_are_part_of_others():
+    for dtype, by in instructions():
+        rows, weight, _ = linear(12, 80, 40, dtype=dtype)
+        for left, right in (
+            (rows[::2, 3:70], weight[:, 3:70]), (rows[:, ::2], weight[::3, ::2]), (rows.view(3, 4, 80), weight),
+            (rows.t().contiguous().t(), weight.t().contiguous().t()), (rows[0], weight),
+        ):  # fmt: skip
+            found = OURS.few_rows(left, right, None, by)
+            assert found.shape == (*left.shape[:-1], len(right))
+            assert_product(found, left, right)
+
+
+def test_nan_and_infinity_reach_what_they_enter_and_nothing_else():
+    for dtype, by in instructions():
+        rows, weight, bias = linear(5, 70, 37, bias=True, dtype=dtype)
+        rows[1, 69], rows[2, 3], rows[3, 0] = torch.nan, torch.inf, -torch.inf
+        weight[7, 68], weight[36, 3], weight[20] = torch.nan, torch.inf, 0
+        found = OURS.few_rows(rows, weight, bias, by).double()
+        expected = F.linear(rows.double(), weight.double(), bias.double())
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-4, equal_nan=True)
+
+
+def test_no_less_accurate_than_torch():
+    """In bfloat16, over many elements; the sum of errors, as single ones are rounding."""
+    rows, weight, _ = linear(8, 4864, 64, dtype=torch.bfloat16)
+    exact = F.linear(rows.double(), weight.double())
+    torchs = (F.linear(rows, weight).double() - exact).abs().sum()
+    for _, by in instructions()[1:]:
+        assert (OURS.few_rows(rows, weight, None, by).double() - exact).abs().sum() <= 1.01 * torchs
+
+
+def test_what_cannot_be_multiplied_is_refused():
     load()
-    rows, weight, _ = linear(6, 40)
-    assert_product(OURS.few_rows(rows[::2, 3:20], weight[:, 3:20].t()), rows[::2, 3:20], weight[:, 3:20])
-
-
-def test_other_types_and_matrices_that_lie_otherwise_are_left_alone():
-    for function, inputs in (
-        (F.linear, linear(2, 6, dtype=torch.float16)[:2]),
-        (torch.mm, (torch.randn(2, 6), torch.randn(6, 5))),
+    rows, weight, _ = linear(2, 6)
+    for wrong, message in (
+        ((rows[:, :5], weight), "rows of 5 elements by a matrix of 6"),
+        ((rows.bfloat16(), weight), "one dtype"),
+        ((rows.bfloat16(), weight.bfloat16(), None, "avx9"), "no avx9"),
     ):
-        assert after_the_pass(function, *inputs)[1]
-
-
-def test_code_on_disk_is_made_anew_for_other_bounds_and_other_source(monkeypatch, tmp_path):
-    before = FewRows().uuid()
-    assert FewRows().uuid() == before
-    monkeypatch.setitem(MOST_ROWS, torch.bfloat16, 5)
-    others = FewRows().uuid()
-    assert others != before
-    (tmp_path / "few_rows.cpp").write_text("// other")
-    monkeypatch.setattr("specheads.decoding.compiled.few_rows.SOURCE", tmp_path / "few_rows.cpp")
-    assert FewRows().uuid() not in {before, others}
+        with pytest.raises(RuntimeError, match=message):
+            OURS.few_rows(*wrong)
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
@@ -108,7 +114,9 @@ def test_on_processors_with_narrower_vectors():
     operations = torch.ops.specheads_avx2
     for num_rows, dtype in itertools.product([1, 3, 4, 5, 9], MOST_ROWS):
         rows, weight, _ = linear(num_rows, 70, 11, dtype=dtype)
-        assert_product(operations.few_rows(rows, weight.t()), rows, weight)
+        found = operations.few_rows(rows, weight)
+        assert_product(found, rows, weight)
+        assert torch.equal(operations.few_rows(rows[-1:], weight), found[-1:])
     query, key, value, mask = (torch.randn(2, 3, *shape) for shape in [(5, 32), (300, 32), (300, 32), (5, 300)])
     exact = F.scaled_dot_product_attention(*(t.double() for t in (query, key, value, mask)), scale=0.5)
     found = operations.attention_of_few_rows(query, key, value, mask, 0.5)

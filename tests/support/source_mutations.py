@@ -31,7 +31,7 @@ COMPILED = "decoding/test_compiled.py"
 GRAPHS = "decoding/test_compiled_graphs.py"
 CHANGED = "decoding/test_compiled_changes.py"
 DIVERGENCES = "decoding/test_divergences.py"
-FEW_ROWS = "decoding/test_few_rows.py"
+FEW_ROW_KERNELS = "decoding/test_few_row_kernels.py"
 FEW_QUERIES = "decoding/test_few_queries.py"
 CUDA_GRAPHS = "decoding/test_cuda_graphs.py"
 GROUPED = "decoding/test_grouped_attention.py"
@@ -264,12 +264,14 @@ MUTATIONS = (
       "q * drafted[child]", "q", TREE, "judged_as"),
     M("last position of a prompt read twice", "decoding.refill:split_prompt",
       "new=context.new - 1", "new=context.new", COMPILED, "first_step"),
-    M("product of few rows without its bias", "decoding.compiled.few_rows:replace_products",
-      "(rows, matrix, *bias)", "(rows, matrix)", FEW_ROWS, "ours_of_the_same_value"),
-    M("attention of few queries at torch's own scale", "decoding.compiled.few_rows:replace_attention",
-      "shape[3] ** -0.5 if scale is None else scale", "shape[3] ** -0.5", FEW_QUERIES, "of_the_same_value"),
-    M("attention without a mask taken for one with", "decoding.compiled.few_rows:replace_attention",
-      "mask is not None and ", "", FEW_QUERIES, "left_alone"),
+    M("product of few rows without its bias", "decoding.kernels.few_rows:forward",
+      "few_rows.default(rows, weight, self.bias)", "few_rows.default(rows, weight)", FEW_ROW_KERNELS, "few_rows_alone"),
+    M("attention of few queries at torch's own scale", "decoding.verify.grouped_attention:grouped_attention",
+      "scale = width**-0.5 if scale is None else scale", "scale = width**-0.5", FEW_QUERIES, "ours_in_a_block"),
+    M("slots of a tree summed before the text", "decoding.kernels.few_rows:attention",
+      "min(last, key.shape[2])", "0", FEW_ROW_KERNELS, "same_logits"),
+    M("a layer that another thread runs taken for this thread's", "decoding.kernels.few_rows:forward",
+      "_thread.active and ", "", FEW_ROW_KERNELS, "other_threads"),
     M("prompt read at the cost of the first draft", "decoding.drafters.auto:_Run._state",
       "read = unread if has_read else 1", "read = unread", AUTO, "pays_for_it"),
     M("prompt read for a few tokens", "decoding.planner.by_cost.step_planner:StepPlanner._best",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specheads.bench.tune.timing import (
@@ -120,6 +121,10 @@ class _Whole(Drafter):
     @property
     def layers(self) -> tuple[int, ...]:
         return self.head.layers
+
+    @property
+    def draft_modules(self) -> tuple[nn.Module, ...]:
+        return (self.head,)
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return self.tree

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specheads.bench.tune.timing import (
@@ -134,6 +135,10 @@ class _Timed(Drafter):
     @property
     def layers(self) -> tuple[int, ...]:
         return self.head.layers
+
+    @property
+    def draft_modules(self) -> tuple[nn.Module, ...]:
+        return (self.head,)
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return chain(1)

@@ -119,11 +119,9 @@ def compile_without_guards(
     fresh = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if backend == DEFAULT_BACKEND and device.type == "cpu":
-        from specheads.decoding.compiled.few_rows import FewRows  # it imports torch's compiler
-
         # A step is some 200 short calls, each slower from Python than from C++. Building the wrapper separately, with
         # less optimisation, takes 0.55 to 0.66 of the time to compile, and 1 to 2 % more to run (docs/LOG.md).
-        options |= {"post_grad_custom_pre_pass": FewRows(), "cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+        options |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     chosen: Any = backend
     if backend == DEFAULT_BACKEND and device.type == "cuda":
         from specheads.decoding.compiled.cuda_graphs import cuda_graphs  # it imports torch's compiler

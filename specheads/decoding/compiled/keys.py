@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from specheads.decoding.kernels.few_rows import is_active, is_own_forward
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.grouped_attention import NAME as GROUPED
 from specheads.decoding.verify.taps import keep_output
@@ -115,6 +116,8 @@ class _Walk:
         if keep_output in held.get("_forward_hooks", {}).values():  # there during a pass alone
             hooks = held["_forward_hooks"]
             held["_forward_hooks"] = type(hooks)((n, one) for n, one in hooks.items() if one is not keep_output)
+        if is_own_forward(held.get("forward")):  # likewise
+            held.pop("forward", None)
         own = [
             (name, self.of(value))
             for name, value in held.items() if name not in _UNREAD and (name not in _TABLES or value)
@@ -167,9 +170,10 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def torch_settings() -> tuple:
-    """The settings of torch that compiled code depends on, or that guards would check."""
+    """The settings of torch and of our kernels that compiled code depends on, or that guards would check."""
     products, hooks = torch.backends.cuda.matmul, vars(torch.nn.modules.module)
     return (
+        is_active(),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.get_num_threads(),

@@ -10,6 +10,7 @@ from functools import cache
 from typing import ClassVar
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter, with_defaults
@@ -82,6 +83,10 @@ class AutoDrafter(Drafter):
     @property
     def refillable(self) -> bool:
         return self.head is None or self.head.refillable
+
+    @property
+    def draft_modules(self) -> tuple[nn.Module, ...]:
+        return () if self.head is None else self.head.draft_modules
 
     @property
     def trained_length(self) -> int | None:

@@ -158,6 +158,7 @@ class Drafter(Protocol):
     reviews: for each draft of a cascade, its reviews since the run began; () for other drafters.
     longest: tokens of the longest text it can read, past which it drafts nothing; None: no such limit.
     refillable: `refill` can replace a finished row of a batch by another prompt.
+    draft_modules: those its passes run, whose products may be our own (kernels/).
     """
 
     @property
@@ -212,6 +213,10 @@ class Drafter(Protocol):
     def refillable(self) -> bool:
         return False
 
+    @property
+    def draft_modules(self) -> tuple[nn.Module, ...]:
+        return (self,) if isinstance(self, nn.Module) else ()
+
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan: ...
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree: ...
     def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
@@ -253,5 +258,5 @@ class _WithDefaults:
 _OPTIONAL = (
     "wants_target_top", "tree_sizes", "on_device", "device_draft", "gives_draft_probs", "fixed_depth", "max_depth",
     "trained_length",
-    "reviews", "longest", "refillable", "refill",
+    "reviews", "longest", "refillable", "refill", "draft_modules",
 )  # fmt: skip

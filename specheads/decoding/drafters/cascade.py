@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.decoding.acceptance.tokens import accepted_in_review
 from specheads.decoding.drafters.base import Context, Drafter, with_defaults
@@ -98,6 +98,10 @@ class Cascade(Drafter):
     @property
     def refillable(self) -> bool:
         return all(draft.refillable for draft in self.drafts)
+
+    @property
+    def draft_modules(self) -> tuple[nn.Module, ...]:
+        return tuple(module for draft in self.drafts for module in draft.draft_modules)
 
     def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
         memory, index = context.memory, torch.tensor(rows)

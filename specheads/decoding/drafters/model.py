@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.decoding.drafters.base import Context, Drafter
@@ -75,6 +75,10 @@ class DraftModel(Drafter):
     @property
     def gives_draft_probs(self) -> bool:
         return not self.through_text
+
+    @property
+    def draft_modules(self) -> tuple[nn.Module, ...]:
+        return (self.small,)
 
     def refuse_state(self, purpose: str) -> None:
         """UnsupportedModel for a small model with recurrent layers, which cannot be rewound."""

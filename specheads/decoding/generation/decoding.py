@@ -41,8 +41,8 @@ class Decoding:
     """A base model, what drafts for it, and how drafts are accepted.
 
     drafter: None for plain decoding. plan: None for the drafter's own. keep_divergences: as in decode().
-    compiled: what compiles the steps, None if nothing does. scaled_by_pass: what of the base makes logits depend on the
-    width of a pass, None if nothing is known to.
+    compiled: what compiles the steps, None if nothing does. kernels: as in generate(). scaled_by_pass: what of the base
+    makes logits depend on the width of a pass, None if nothing is known to.
     """
 
     base: PreTrainedModel
@@ -51,12 +51,13 @@ class Decoding:
     accept: Acceptance
     keep_divergences: bool = False
     compiled: CompiledSteps | None = None
+    kernels: bool = True
     scaled_by_pass: str | None = None
 
     @classmethod
     def parse(
         cls, base: PreTrainedModel, *, draft: Any, tree: Any, accept: Any, output_divergences: bool,
-        compile: bool | str,
+        compile: bool | str, kernels: bool,
     ) -> Decoding:  # fmt: skip
         """From generate()'s arguments of the same names. ValueError or TypeError for those that cannot be combined."""
         found = as_drafter(draft, base=base)
@@ -72,7 +73,7 @@ class Decoding:
             warn_of_slow_bfloat16(base)
             warn_of_scales(base, scaled)
         compiled = compiled_steps(base, compile) if compile else None
-        return cls(base, found, plan, rule, output_divergences, compiled, scaled)
+        return cls(base, found, plan, rule, output_divergences, compiled, kernels, scaled)
 
     def prepare(
         self, device: torch.device, do_sample: bool, *, source: Source | None = None, decoder_mask: Tensor | None = None
@@ -106,6 +107,7 @@ class Decoding:
             target, self.drafter, ids, lengths, plan=plan, sampler=sampler, accept=self.accept, stop=stop,
             max_new_tokens=max_new_tokens, inputs=inputs, eos=eos, keep_scores=keep_scores,
             keep_divergences=self.keep_divergences, refill=refill, compiled=self.compiled,
+            kernels=self.kernels,
         )  # fmt: skip
 
     def is_lossless(self, rows: int) -> bool:

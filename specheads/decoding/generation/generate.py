@@ -58,6 +58,7 @@ def generate(
     seed: int | Sequence[int] | None = None,
     output_divergences: bool = False,
     compile: bool | str = False,
+    kernels: bool = True,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: Any = None,
@@ -77,6 +78,9 @@ def generate(
     compile: decode with steps compiled by torch; each new shape is compiled once (the log says so and how long it
     took; torch keeps the code on disk). True, or the name of a torch.compile backend, refused if torch has none of
     that name. What cannot be compiled is decoded without compiling, after a warning.
+
+    kernels: on a CPU, passes over few tokens use our own products and attention, built once for the processor; False:
+    torch's. Compiled, or with linear layers of 64 MB or more.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are handled as generate()
     handles them, or refused by name. adapter_names: those of each row, for a peft model. past_key_values: a
@@ -104,7 +108,7 @@ def generate(
     searches_beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
     decoding = Decoding.parse(
         base, draft=draft, tree=tree, accept=accept, output_divergences=output_divergences,
-        compile=False if searches_beams else compile,
+        compile=False if searches_beams else compile, kernels=kernels,
     )  # fmt: skip
     if output_divergences and not kwargs.get("return_dict_in_generate", config.return_dict_in_generate):
         raise ValueError("output_divergences=True comes with the steps; give return_dict_in_generate=True too")

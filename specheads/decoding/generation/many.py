@@ -69,6 +69,7 @@ def generate_many(
     report: Callable[[int, int | None], None] | None = None,
     output_divergences: bool = False,
     compile: bool | str = False,
+    kernels: bool = True,
     **options: Any,
 ) -> list[Continuation] | Iterator[Continuation]:
     """The text of each prompt, `batch_size` at a time: as soon as a text ends, the next prompt takes its row.
@@ -78,7 +79,7 @@ def generate_many(
     that depend on the batch: automatic ones, and those of n-grams that learn from all rows.
 
     prompts: ids or, with a tokenizer, texts; a list is checked before anything runs, an iterator as it is read. draft,
-    tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.
+    tree, accept, output_divergences, compile, kernels and `options` (do_sample, eos_token_id …) are generate()'s.
     max_new_tokens: one number, or one for each prompt. A `prefix_allowed_tokens_fn` is called with the index of the
     prompt. seed: one number, from which each prompt's own is derived, one for each, or a function of the prompt's
     index. stream: return an iterator over the results as they finish, not a list in the order of the prompts.
@@ -97,7 +98,7 @@ def generate_many(
         raise ValueError(f"batch_size={batch_size} must be at least 1 prompt")
     decoding = Decoding.parse(
         base, draft=draft, tree=tree, accept=accept, output_divergences=output_divergences,
-        compile=compile,
+        compile=compile, kernels=kernels,
     )  # fmt: skip
     refuse_many_options(base, options)
     options = with_stop_strings(base, options, tokenizer)

@@ -75,7 +75,7 @@ class Target(Verifier):
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"
             )
-        self.base, self.layers, self.scratch = base, layers, scratch
+        self.base, self.layers, self.scratch, self.modules = base, layers, scratch, (base,)
         self.name, self.static = type(base).__name__, static
         self.cache_argument = cache_argument(base)
         self.config = text_config(base)

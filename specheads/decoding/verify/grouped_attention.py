@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from specheads.decoding.kernels import few_rows
 from specheads.decoding.verify.hf_base import text_config
 
 NAME = "specheads_grouped"  # in transformers' registry of attention implementations
@@ -48,8 +49,16 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     rows = query.reshape(batch, key.shape[1], shared * nodes, width)
     if mask.shape[2] > 1:  # a mask of one row broadcasts
         mask = mask.repeat(1, 1, shared, 1)
+    if few_rows.attends(rows, key, value, mask):
+        scale = width**-0.5 if scale is None else scale
+        return few_rows.attention(rows, key, value, mask, scale, nodes).reshape(batch, heads, nodes, -1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, nodes, -1)  # reshape: CUDA's kernels put rows before heads in memory
+
+
+def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Is there a kernel of ours for heads that do not share keys?"""
+    return few_rows.attends(query, key, value, mask) or (HAS_TRITON and can_split(query, key, value, mask))
 
 
 def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
@@ -71,10 +80,10 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa; under our masks `grouped_attention`, for heads that share keys and for what can be split."""
+    """transformers' sdpa; under our masks `grouped_attention`, for heads that share keys and for what has kernels."""
     special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     mask = None if attention_mask is None or attention_mask.shape[1] > 1 or special else attention_mask
-    if mask is None or (query.shape[1] == key.shape[1] and not (HAS_TRITON and can_split(query, key, value, mask))):
+    if mask is None or (query.shape[1] == key.shape[1] and not has_kernel(query, key, value, mask)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

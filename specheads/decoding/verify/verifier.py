@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.hf_base import UnsupportedModel
@@ -41,6 +41,7 @@ class Verifier(Protocol):
     has_state: recurrent layers carry a state from token to token.
     active (B,): the rows whose outputs matter, None for all. The loop sets it before each step.
     switch: set by `prefill` if positions depend on the length of the texts, else None.
+    modules: those its passes run, whose products may be our own (kernels/).
     kept (B,): set by `prefill` if it read only what follows so many tokens of each prompt, whose features it does not
       give; else None.
     """
@@ -53,6 +54,7 @@ class Verifier(Protocol):
     has_state: bool = False
     active: Tensor | None = None
     switch: RopeSwitch | None = None
+    modules: tuple[nn.Module, ...] = ()
     kept: Tensor | None = None
 
     @property

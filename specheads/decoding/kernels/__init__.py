@@ -1,0 +1,1 @@
+"""Our own code for few rows on a CPU, in C++."""

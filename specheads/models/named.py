@@ -23,7 +23,9 @@ from specheads.models.base.loading import (
     placement,
     quantization,
     refuse_without_config,
+    settle_dtype,
 )
+from specheads.models.checkpoint import in_dtype
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
 from specheads.models.costs import auto_drafter
@@ -65,6 +67,8 @@ class Models:
         if base is not None:
             raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
         target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
+        if torch_dtype is None:
+            settle_dtype(target, torch_device)
         return cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
 
     def choose(self, draft: str, *, shaped: bool = False) -> tuple[str | None, Drafter | None]:
@@ -236,7 +240,10 @@ def load_with_tokenizer(
     """Base and head on the device, and the base's tokenizer. options: for loading the base; a device_map among them
     decides where the base goes. ValueError or OSError with the reason."""
     torch_dtype, torch_device = placement(dtype, device)
-    model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype, **options)
+    model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype or "auto", **options)
+    if torch_dtype is None:
+        settle_dtype(model.base, torch_device)
+        in_dtype(model.head, model.base.dtype)
     (model.head if "device_map" in options else model).to(torch_device)
     name = base or model.base.name_or_path
     return model, tokenizer_of(name)

@@ -117,11 +117,12 @@ def test_the_hub_is_asked_if_it_is_asked_for_and_may_be_out_of_reach(capsys, mon
 
 
 def test_memory_is_counted_in_the_dtype_that_auto_loads(monkeypatch, capsys):
-    for loaded, memory, auto in (
-        (torch.float32, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
-        (None, "8B parameters takes 16 GB in bfloat16", "the checkpoint's"),
+    for fast, memory, auto in (
+        (False, "8B parameters takes 32 GB in float32", "float32, since there is no GPU; --dtype bfloat16"),
+        (True, "8B parameters takes 16 GB in bfloat16", "the checkpoint's bfloat16 for a base of at least 100M"),
     ):
-        monkeypatch.setattr(machine, "placement", lambda dtype, device, loaded=loaded: (loaded, torch.device("cpu")))
+        monkeypatch.setattr(machine, "placement", lambda dtype, device: (None, torch.device("cpu")))
+        monkeypatch.setattr(machine, "bfloat16_is_fast", lambda device, fast=fast: fast)
         record = json.loads(run(capsys, "doctor", "--json")[1])
         assert memory in record["memory"] and record["dtype_auto"].startswith(auto)
 

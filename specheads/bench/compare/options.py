@@ -115,7 +115,10 @@ class BenchOptions:
     )  # fmt: skip
     out: Path = option(Path("runs/bench"), "Results folder; an interrupted run resumes from it.")
     plots: bool = option(True, "Draw pictures; needs specheads[plots].", flags=("--plots/--no-plots",))
-    dtype: str = option("auto", "float32, bfloat16 or float16; auto: float32 on a CPU, else the checkpoint's.")
+    dtype: str = option(
+        "auto",
+        "float32, bfloat16 or float16; auto: the checkpoint's, on a slow CPU or for a small base float32.",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto: the GPU if there is one.")
     base: str | None = option(None, "Base model to use instead of the one the checkpoint names.")
 

@@ -18,7 +18,7 @@ from specheads.bench.environment import count_noun, environment
 from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import HEADS
-from specheads.models.base.loading import placement
+from specheads.models.base.loading import LARGE, placement
 
 _SECONDS = 5.0  # timeout for the hub
 
@@ -49,8 +49,8 @@ def _memory() -> str:
     gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     sizes = [f"{psutil.virtual_memory().total / 1e9:.0f} GB", *(f"{size / 1e9:.0f} GB on GPU {i}" for i, size in
                                                                enumerate(gpus))]  # fmt: skip
-    loaded, _ = placement("auto", "auto")
-    dtype = torch.bfloat16 if loaded is None else loaded  # what checkpoints are usually saved in
+    _, device = placement("auto", "auto")
+    dtype = torch.bfloat16 if device.type != "cpu" or bfloat16_is_fast(device) else torch.float32
     return (
         f"{', '.join(sizes)}; a base of 8B parameters takes {8 * dtype.itemsize} GB in {_name(dtype)}, and its "
         "training more (--dry-run)"
@@ -59,11 +59,12 @@ def _memory() -> str:
 
 def _default_dtype() -> str:
     """What --dtype auto loads here."""
-    loaded, device = placement("auto", "auto")
-    if loaded is None:
+    _, device = placement("auto", "auto")
+    if device.type != "cpu":
         return "the checkpoint's"
-    speed = "fast" if bfloat16_is_fast(device) else "slow"
-    return f"{_name(loaded)}, since there is no GPU; --dtype bfloat16 takes half the memory, and is {speed} here"
+    if bfloat16_is_fast(device):
+        return f"the checkpoint's bfloat16 for a base of at least {LARGE / 1e6:.0f}M weights, else float32"
+    return "float32, since there is no GPU; --dtype bfloat16 takes half the memory, and is slow here"
 
 
 def _name(dtype: torch.dtype) -> str:

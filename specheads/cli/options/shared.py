@@ -31,7 +31,7 @@ class Placement:
 
     dtype: str = option(
         "auto",
-        "float32, bfloat16 or float16; auto: float32 on a CPU, else the dtype of the checkpoint.",
+        "float32, bfloat16 or float16; auto: the checkpoint's, on a slow CPU or for a small base float32.",
         autocompletion=complete_words(*DTYPES),
     )
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto: the GPU if there is one.")

@@ -26,11 +26,15 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import is_bitsandbytes_available
 from transformers.utils import logging as hf_logging
 
+from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.hub import record_commit
 from specheads.models.config import SpecConfig
 from specheads.options import reason, shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LARGE = (
+    10**8
+)  # a smaller base is quick in float32 too, in which its drafted text is token for token that without drafts
 # Options of from_pretrained() that locate a model.
 _LOCATION = (
     "revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies", "trust_remote_code",
@@ -131,7 +135,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:
-    """--dtype and --device as torch objects; None for the dtype that a model was saved in. ValueError if invalid."""
+    """--dtype and --device as torch objects; None for "auto" (`settle_dtype`). ValueError if invalid."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is unknown; expected auto, {', '.join(DTYPES)}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -141,7 +145,19 @@ def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r} is not usable here: {error}") from error
     hf_logging.disable_progress_bar()
-    return DTYPES.get(dtype, torch.float32 if chosen.type == "cpu" else None), chosen
+    return DTYPES.get(dtype), chosen
+
+
+def settle_dtype(base: PreTrainedModel, device: torch.device) -> None:
+    """What --dtype auto means for a base as it was loaded, in the dtype of its checkpoint.
+
+    On a CPU it is made float32, unless it is in bfloat16, the processor is fast at that, and it has LARGE weights.
+    """
+    if device.type != "cpu" or getattr(base, "is_quantized", False):
+        return
+    stays = base.dtype == torch.bfloat16 and bfloat16_is_fast(device) and base.num_parameters() >= LARGE
+    if not stays:
+        base.float()
 
 
 def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -58,6 +58,7 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
     assert parse_decoder("plain refill") == Ours(None, refill=True)
     cascade = Ours("cascade:model:m+maxgram", k_matrix="[[5, 8], [0, 8]]", leniency=2.0)
     assert parse_decoder("cascade:model:m+maxgram k=[[5,8],[0,8]] leniency=2") == cascade
+    assert parse_decoder("cascade:lookup+maxgram") == Ours("cascade:lookup+maxgram")  # with the usual matrix
     assert parse_decoder("openvino:16:out/head:4:2") == openvino.OpenVINO(16, "out/head", 4, 2)
 
 
@@ -76,7 +77,7 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
         ("'eagle3", "quotation"),
         ("transformers tree=chain:5", "tree"),
         ("transformers-lookup:many", "many"),
-        ("cascade:model:m+maxgram", "takes k=…"),
+        ("cascade:model:m+maxgram leniency=2", "goes with k=…"),
         ("cascade:model:m+maxgram k=[[5,8]", "is not a matrix"),
         ("lookup k=[[5]]", "unknown word 'k'"),
         ("lookup accept=fuzzy:js:0.1", "lookup gives none"),

@@ -162,7 +162,6 @@ BAD_INPUT = [
     ("bench -d lokup", "did you mean 'lookup'?"),
     ("bench --reference transfomers", "did you mean 'transformers'?"),
     ("bench {shipped} -d medsua", "did you mean 'medusa'?"),
-    ("bench -d cascade:lookup+ngram", "a cascade takes k=…"),
     ("train {tmp}/absent.yaml", "absent.yaml is neither a file"),
     ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
     ("demo --checkpoints {tmp}", "no base model at"),

@@ -149,12 +149,14 @@ class Ours(DecoderSpec):
 
     def load(self, setup: BenchSetup) -> Drafter | None:
         """The drafter, loaded once."""
-        if self.drafter is None or not self.k_matrix:
+        if self.drafter is None or not self.drafter.startswith("cascade:"):
             return None if self.drafter is None else setup.drafter(self.drafter)
+        parts = self.drafter.removeprefix("cascade:").split("+")
+        source = f"cascade:{'+'.join(map(setup.source, parts))}"
+        if not self.k_matrix:
+            return setup.models.drafter(source)
         name = f"{self.drafter} {self.k_matrix} {self.leniency:g} {self.notation}"
         if name not in setup.models.drafters:
-            parts = self.drafter.removeprefix("cascade:").split("+")
-            source = f"cascade:{'+'.join(map(setup.source, parts))}"
             rows = json.loads(self.k_matrix)
             setup.models.drafters[name] = setup.models.cascade(source, rows, self.leniency, self.notation)
         return setup.models.drafters[name]
@@ -217,17 +219,15 @@ def _ours(first: str, words: dict[str, str]) -> Ours:
         raise ValueError(
             f"the rule {words['accept']} compares the draft's probabilities with the target's, and {first} gives none"
         )
-    if cascade and "k" not in words:
-        raise ValueError(
-            "a cascade takes k=…, such as k=[[5,8],[0,8]]: a row for each reviewer, a column for each draft"
-        )
+    if "k" not in words and (without := words.keys() & {"leniency", "notation"}):
+        raise ValueError(f"{min(without)} goes with k=…, such as k=[[5,8],[0,8]]: a row a reviewer, a column a draft")
     try:
-        matrix, leniency = json.dumps(json.loads(words.get("k", '""'))), float(words.get("leniency", 1.0))
+        matrix = json.dumps(json.loads(words["k"])) if "k" in words else ""
+        leniency = float(words.get("leniency", 1.0))
     except ValueError as error:
         raise ValueError(f"k is not a matrix such as [[5,8],[0,8]], or leniency not a number: {error}") from error
     switches = {word: word in words for word in _SWITCHES}
     of_cascade = {"leniency": leniency, "notation": words.get("notation", "incremental")} if cascade else {}
-    matrix = matrix if cascade else ""
     return Ours(drafter, words.get("tree"), words.get("accept"), k_matrix=matrix, **switches, **of_cascade)  # type: ignore[arg-type]
 
 

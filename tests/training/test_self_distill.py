@@ -16,6 +16,7 @@ from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import TextPrompt, passes, windows
+from specheads.training.self_distill.rows_file import RowsFile
 from tests.support.chat_base import TEMPLATE, messages, save_base, write
 from tests.support.tiny_models import tiny_llama
 from train import self_distill
@@ -233,6 +234,29 @@ def test_a_mix_of_temperatures_is_greedy_on_its_share_and_resumes_as_it_would_ha
     shutil.copy(tmp_path / "own.jsonl.options", tmp_path / "cut.jsonl.options")
     make(*ask, output="cut.jsonl")
     assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+def test_answers_that_were_ahead_of_their_turn_survive_a_kill(make, tmp_path, monkeypatch):
+    turns = [2, 1, 1, 3, 1, 1]
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}] * num} for i, num in enumerate(turns)]
+    ask = (rows, "--chat", "--batch_size", 2)
+    make(*ask)
+    whole, add, kept = (tmp_path / "own.jsonl").read_bytes(), RowsFile.add, []
+
+    def killed(self, question, results):
+        if self.ahead_path.exists():
+            raise KeyboardInterrupt
+        add(self, question, results)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsFile, "add", killed)
+        with pytest.raises(AssertionError, match="130"):
+            make(*ask, output="cut.jsonl")
+    take = RowsFile.take_kept
+    monkeypatch.setattr(RowsFile, "take_kept", lambda self, first: kept.append(take(self, first)) or kept[-1])
+    make(*ask, output="cut.jsonl")
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole and any(kept)
+    assert not (tmp_path / "cut.jsonl.ahead").exists()
 
 
 def test_top_k_of_one_is_greedy(make):

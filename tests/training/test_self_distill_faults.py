@@ -228,8 +228,8 @@ def test_a_full_disk_is_an_error_in_one_line_and_the_file_resumes(ask, tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, old)
         assert code == 2 and re.search(
-            r"^train/self_distill.py: .*own.jsonl: File too large; rows written so far are safe", err, re.M
+            r"^train/self_distill.py: .*own.jsonl(.ahead)?: File too large; rows written so far are safe", err, re.M
         )
-        assert 0 < (tmp_path / "own.jsonl").stat().st_size <= len(calm) // 2 + 7
+        assert calm.startswith((tmp_path / "own.jsonl").read_bytes() if (tmp_path / "own.jsonl").exists() else b"")
         assert ask(rows, "--chat", "--server", url)[0] == 0
     assert (tmp_path / "own.jsonl").read_bytes() == calm

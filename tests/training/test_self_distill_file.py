@@ -138,3 +138,25 @@ def test_a_folder_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="own is a folder: give a file"):
         RowsFile(tmp_path / "own", Stream(iter(()), 1, 1)).require_same({})
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+def test_answers_that_came_before_their_turn_are_not_asked_for_again(tmp_path):
+    path, ahead = tmp_path / "own.jsonl", tmp_path / "own.jsonl.ahead"
+    asks = [Ask(Question(num), 0.0) for num in (1, 2, 1, 1)]
+    file = RowsFile(path, Stream(iter(asks), 99, 100))
+    list_of = [*file.resume()]
+    file.keep(1, [answer(1), answer(2)])
+    file.keep(3, [answer(3)])
+    file.add(list_of[0], [answer(0)])
+    with ahead.open("ab") as cut:
+        cut.write(b'{"answer": 4, "resul')  # killed here
+    again = RowsFile(path, Stream(iter(asks), 99, 100))
+    rest = again.resume()
+    assert again.answers == 1 and again.take_kept(1) == [answer(1), answer(2)] and again.take_kept(4) is None
+    again.add(next(rest), [answer(1), answer(2)])
+    third = RowsFile(path, Stream(iter(asks), 99, 100))
+    assert third.take_kept(1) is None and [*third.resume()] == asks[2:]
+    assert third.take_kept(1) is None and third.take_kept(3) == [answer(3)]
+    assert [json.loads(line)["answer"] for line in ahead.read_text().splitlines()] == [3]
+    third.discard_ahead()
+    assert not ahead.exists()

@@ -21,7 +21,7 @@ from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask
 from specheads.training.self_distill.rows_file import RowsFile
 
-AHEAD = 4  # batches of questions asked after the oldest unanswered one: a killed run asks them again
+AHEAD = 4  # batches of questions asked after the oldest unanswered one
 
 
 def load(options: Options) -> Any:
@@ -64,15 +64,18 @@ class _Talk:
 class _Lane:
     """The questions of one temperature: those whose next turn waits, and the batch that answers them.
 
-    next_talk: gives a new question of this temperature, or None if there is none (for now).
+    next_talk: gives a new question of this temperature, or None if there is none (for now). answered: called with a
+    talk whose last answer has come.
     """
 
     def __init__(
-        self, base: Any, tokenizer: Any, options: Options, temperature: float, next_talk: Callable[[], _Talk | None]
-    ) -> None:
+        self, base: Any, tokenizer: Any, options: Options, temperature: float, next_talk: Callable[[], _Talk | None],
+        answered: Callable[[_Talk], None],
+    ) -> None:  # fmt: skip
         self.base, self.tokenizer, self.options = base, tokenizer, options
         self.sampling: dict[str, Any] = {**options.sampling(temperature)}
         self.room, self.next_talk = prompt_room(base.config, options), next_talk
+        self.answered = answered
         self.waiting: deque[_Talk] = deque()
         self.asked: list[_Talk] = []  # by the index of the prompt
         self.batch: Iterator[Continuation] = iter(())
@@ -87,7 +90,9 @@ class _Lane:
         talk = self.asked[result.index]
         talk.results.append(talk.ask.row(result.prompt, result.tokens))
         talk.answers.append(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
-        if not talk.is_answered:
+        if talk.is_answered:
+            self.answered(talk)
+        else:
             self.waiting.append(talk)
         return len(result.tokens)
 
@@ -132,14 +137,21 @@ def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, 
             talk = _Talk(ask, number)
             talks.append(talk)
             number += ask.num_turns
+            if (kept := file.take_kept(talk.first)) is not None:
+                talk.results = kept
+                continue
             if ask.temperature == temperature:
                 return talk
             lanes[ask.temperature].waiting.append(talk)
         return None
 
+    def answered(talk: _Talk) -> None:
+        if talk is not talks[0]:
+            file.keep(talk.first, talk.results)
+
     base = load(options)
     lanes = {
-        temperature: _Lane(base, tokenizer, options, temperature, lambda t=temperature: next_talk(t))  # type: ignore[misc]
+        temperature: _Lane(base, tokenizer, options, temperature, lambda t=temperature: next_talk(t), answered)  # type: ignore[misc]
         for temperature in dict.fromkeys(options.temperature)
     }
     ahead = AHEAD * options.batch_size * len(lanes)

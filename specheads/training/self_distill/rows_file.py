@@ -26,17 +26,21 @@ class RowsFile:
     "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first,
     since without it later lines would be taken for other answers. A killed process leaves whole questions and at most
     part of one more. `path`.options holds the options that determine the rows, and the mark of the questions.
+    `path`.ahead holds, until the file is full, the answers to questions whose turn has not come: a killed run does not
+    ask them again.
     """
 
     def __init__(self, path: Path, stream: Stream) -> None:
         self.path, self.stream = path, stream
         self.left_out_path = path.with_name(path.name + ".left_out")
         self.options_path = path.with_name(path.name + ".options")
+        self.ahead_path = path.with_name(path.name + ".ahead")
         self.lines = self.answers = 0
         self.idle = 0  # questions in a row without a new line
         self.asked_all = False
         self.left_out: Counter[str] = Counter()
         self._seen: set[bytes] = set()
+        self._ahead: dict[int, list[Row | str]] = {}  # by the number of a question's first answer
 
     @property
     def finished(self) -> bool:
@@ -96,6 +100,7 @@ class RowsFile:
                 break
             self.answers, self.lines = end, self.lines + gained
             self.idle = 0 if new else self.idle + 1
+        self._resume_ahead()
         kept = {number: why for number, why in left_out.items() if number < self.answers}
         self.left_out = Counter(kept.values())
         self._seen = set(digests[: self.lines])
@@ -130,6 +135,18 @@ class RowsFile:
         _append(self.path, b"".join(lines))
         self.lines += len(lines)
 
+    def keep(self, first: int, results: Sequence[Row | str]) -> None:
+        """Save the answers to a question before its turn; first: the number of its first answer among all."""
+        _append(self.ahead_path, _ahead_record(first, results))
+
+    def take_kept(self, first: int) -> list[Row | str] | None:
+        """The answers that an earlier run kept for this question."""
+        return self._ahead.pop(first, None)
+
+    def discard_ahead(self) -> None:
+        """Call at the end of a run: nothing is asked any more."""
+        self.ahead_path.unlink(missing_ok=True)
+
     def summary(self) -> str:
         """One line on what became of the answers."""
         text = f"{self.path}: {self.lines} lines"
@@ -153,6 +170,16 @@ class RowsFile:
                         digests.append(_digest(line))
         return ends, digests
 
+    def _resume_ahead(self) -> None:
+        """Read the answers ahead of what is written, and forget the others."""
+        if not self.ahead_path.exists():
+            return
+        lines = [line for line in self.ahead_path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        records = [json.loads(line) for line in lines]
+        self._ahead = {record["answer"]: record["results"] for record in records if record["answer"] >= self.answers}
+        with replacing(self.ahead_path) as temporary:
+            temporary.write_bytes(b"".join(_ahead_record(*answered) for answered in self._ahead.items()))
+
     def _read_left_out(self) -> dict[int, str]:
         if not self.left_out_path.exists():
             return {}
@@ -163,6 +190,10 @@ class RowsFile:
 
 def _record(number: int, why: str) -> str:
     return json.dumps({"answer": number, "why": why}) + "\n"
+
+
+def _ahead_record(first: int, results: Sequence[Row | str]) -> bytes:
+    return (json.dumps({"answer": first, "results": results}) + "\n").encode()
 
 
 def _digest(line: bytes) -> bytes:

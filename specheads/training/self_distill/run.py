@@ -37,4 +37,5 @@ def run(options: Options) -> None:
                 asyncio.run(served.fill(file, asks, options, tokenizer, bar))
             else:
                 local.fill(file, asks, options, tokenizer, bar)
+        file.discard_ahead()
     print(file.summary(), file=sys.stderr)

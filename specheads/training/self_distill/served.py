@@ -29,7 +29,7 @@ except ImportError as error:
     raise ImportError(f"--server needs a package that cannot be imported ({error}): pip install openai") from error
 
 KEY = "OPENAI_API_KEY"
-AHEAD = 1024  # most questions asked after the oldest unanswered one: a killed run asks them again
+AHEAD = 1024  # most questions asked after the oldest unanswered one
 REFUSED_IN_A_ROW = 16  # after so many, the questions are not to blame
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds
 _RETRIED = {408, 409, 425, 429}  # and 5xx
@@ -69,35 +69,43 @@ async def _in_order(
 ) -> AsyncGenerator[tuple[Ask, list[Row | str]], None]:
     """The questions in order, each with its results. Up to options.concurrency run at a time, and no more than could
     fill the file; results that finish before an earlier, slower one wait for it, up to AHEAD."""
-    asked: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
-    running: set[asyncio.Task[list[Row | str]]] = set()
+    asked: deque[tuple[Ask, int, asyncio.Future[list[Row | str]]]] = deque()  # with the number of the first answer
+    running: set[asyncio.Future[list[Row | str]]] = set()
     failed = False  # an error is raised when its turn comes; meanwhile nothing more is asked
     answer = file.answers  # the number of the next question's first answer, which seeds its sampling
     try:
         while not file.finished:
             while (
                 len(running) < options.concurrency and len(asked) < max(AHEAD, options.concurrency) and not failed
-                and file.has_room(ask for ask, _ in asked)
+                and file.has_room(ask for ask, _, _ in asked)
             ):  # fmt: skip
                 if (ask := next(asks, None)) is None:
                     break
-                seed = random.Random(f"{options.seed} {answer}").getrandbits(31)
-                task = asyncio.create_task(_ask_turns(servers, ask, seed, options, replies))
-                asked.append((ask, task))
-                running.add(task)
+                if (kept := file.take_kept(answer)) is None:
+                    seed = random.Random(f"{options.seed} {answer}").getrandbits(31)
+                    task = asyncio.create_task(_ask_turns(servers, ask, seed, options, replies))
+                    asked.append((ask, answer, task))
+                    running.add(task)
+                else:
+                    known: asyncio.Future[list[Row | str]] = asyncio.get_running_loop().create_future()
+                    known.set_result(kept)
+                    asked.append((ask, answer, known))
                 answer += ask.num_turns
             if not asked:
                 return
-            if asked[0][1].done():
-                ask, task = asked.popleft()
-                yield ask, task.result()
-            else:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                failed |= any(task.exception() is not None for task in done)
+            if asked[0][2].done():
+                ask, _, head = asked.popleft()
+                yield ask, head.result()
+                continue
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            failed |= any(answers.exception() is not None for answers in done)
+            for _, first, answers in list(asked)[1:]:
+                if answers in done and answers.exception() is None:
+                    file.keep(first, answers.result())
     finally:
-        for _, task in asked:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in asked), return_exceptions=True)
+        for _, _, answers in asked:
+            answers.cancel()
+        await asyncio.gather(*(answers for _, _, answers in asked), return_exceptions=True)
 
 
 async def _ask_turns(servers: Servers, ask: Ask, seed: int, options: Options, replies: Replies) -> list[Row | str]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specheads.bench import environment, report
-from specheads.decoding.kernels.few_rows import MOST_QUERIES, MOST_ROWS, OURS, load
+from specheads.decoding.kernels.few_rows import MAX_QUERIES, MAX_ROWS, OURS, load
 
 
 def layers(count: int, hidden: int, inner: int, groups: int, vocab: int) -> list[tuple[int, int]]:
@@ -83,7 +83,7 @@ def attention_sides(query: Tensor, caches: Sequence[Sequence[Tensor]], mask: Ten
 
 
 def time_products(models: Sequence[str], rows: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    for model, dtype in itertools.product(models, MOST_ROWS):
+    for model, dtype in itertools.product(models, MAX_ROWS):
         weights = [torch.randn(shape).to(dtype) for shape in MODELS[model]]
         for by, count in itertools.product(OURS.instructions() if dtype == torch.bfloat16 else ["float32"], rows):
             inputs = {width: torch.randn(count, width).to(dtype) for width in {shape[1] for shape in MODELS[model]}}
@@ -93,7 +93,7 @@ def time_products(models: Sequence[str], rows: Sequence[int], rounds: int) -> It
 
 def time_attention(rounds: int) -> Iterator[dict[str, Any]]:
     heads, width = 2, 64
-    for dtype, texts, keys in itertools.product(MOST_QUERIES, (1, 16), (256, 1024)):
+    for dtype, texts, keys in itertools.product(MAX_QUERIES, (1, 16), (256, 1024)):
         caches = [[torch.randn(texts, heads, keys, width).to(dtype) for _ in range(2)] for _ in range(12)]
         for allowed, rows in itertools.product((keys // 2, keys), (1, 4, 8, 16, 48, 112)):
             mask = torch.full((texts, 1, rows, keys), torch.finfo(dtype).min, dtype=dtype)

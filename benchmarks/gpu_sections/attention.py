@@ -70,7 +70,7 @@ def measure_cell(machine: Machine, texts: int, nodes: int, slots: int) -> dict[s
 
 def everywhere() -> AbstractContextManager[Any]:
     """Split however few the keys are."""
-    return mock.patch.object(attention, "FEWEST_KEYS", {True: 0, False: 0})
+    return mock.patch.object(attention, "MIN_KEYS", {True: 0, False: 0})
 
 
 def random_layer(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specheads.decoding.kernels.few_rows import MOST_QUERIES, attends, few_row_kernels, few_row_layers, load
+from specheads.decoding.kernels.few_rows import MAX_QUERIES, attends, few_row_kernels, few_row_layers, load
 from specheads.decoding.verify.grouped_attention import grouped_attention
 from tests.support.compiled_texts import needs_compiler
 
@@ -42,7 +42,7 @@ def assert_same(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=relative, atol=absolute)
 
 
-@pytest.mark.parametrize("dtype", MOST_QUERIES)
+@pytest.mark.parametrize("dtype", MAX_QUERIES)
 @pytest.mark.parametrize("width", [16, 64, 80])
 def test_attention_of_all_sizes(dtype, width):
     for num_rows, num_keys in itertools.product([1, 2, 3, 4, 5, 7, 17, 42], [1, 2, 15, 16, 17, 257, 600, 4200]):
@@ -51,7 +51,7 @@ def test_attention_of_all_sizes(dtype, width):
             assert_same(ours(*given, last=last), exact(*given))
 
 
-@pytest.mark.parametrize("dtype", MOST_QUERIES)
+@pytest.mark.parametrize("dtype", MAX_QUERIES)
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype):
     query, key, value, mask = inputs(42, 3500, 64, dtype=dtype)
     together = ours(query, key, value, mask)
@@ -60,7 +60,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype):
         assert torch.equal(part, together[:, :, begin:end])
 
 
-@pytest.mark.parametrize("dtype", MOST_QUERIES)
+@pytest.mark.parametrize("dtype", MAX_QUERIES)
 def test_a_row_has_the_same_bits_whether_its_last_keys_are_in_the_tree_or_committed(dtype):
     """Three last keys in the slots of a tree of seven, among others that are masked, or after the others."""
     query, key, value, mask = inputs(4, 530, 64, dtype=dtype)
@@ -167,13 +167,13 @@ def test_attention_of_few_queries_is_ours_in_a_block(scale):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", MOST_QUERIES)
+@pytest.mark.parametrize("dtype", MAX_QUERIES)
 def test_other_attention_is_torchs(dtype):
-    few = inputs(MOST_QUERIES[dtype], dtype=dtype)
+    few = inputs(MAX_QUERIES[dtype], dtype=dtype)
     assert not attends(*few)
     with block(dtype):
         assert attends(*few)
-        assert not attends(*inputs(MOST_QUERIES[dtype] + 1, dtype=dtype))
+        assert not attends(*inputs(MAX_QUERIES[dtype] + 1, dtype=dtype))
         assert not attends(*inputs(width=24, dtype=dtype))
         assert not attends(few[0], few[1], few[2][..., :16], few[3])
         assert not attends(*few[:3], few[3] == 0)

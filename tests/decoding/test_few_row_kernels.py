@@ -15,7 +15,7 @@ from specheads.decoding.compiled.keys import module_state, torch_settings
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.base import with_defaults
 from specheads.decoding.kernels import few_rows
-from specheads.decoding.kernels.few_rows import MOST_ROWS, few_row_kernels, few_row_layers
+from specheads.decoding.kernels.few_rows import MAX_ROWS, few_row_kernels, few_row_layers
 from tests.support.compiled_texts import fresh_dynamo, needs_compiler  # noqa: F401
 
 pytestmark = needs_compiler
@@ -26,7 +26,7 @@ IDS = torch.randint(97, (1, 9), generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     """Tiny models are large enough."""
-    monkeypatch.setattr(few_rows, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(few_rows, "MIN_BYTES", 0)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def is_routed(module):
 
 @torch.no_grad()
 def test_linear_layers_are_ours_in_the_block_for_few_rows_alone(calls):
-    for dtype, most in MOST_ROWS.items():
+    for dtype, most in MAX_ROWS.items():
         model = layers(dtype)
         rows = torch.randn(most + 1, 70).to(dtype)
         expected = model(rows)
@@ -126,7 +126,7 @@ def test_a_model_in_a_block_has_the_state_of_one_outside_and_an_error_ends_the_b
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", MOST_ROWS)
+@pytest.mark.parametrize("dtype", MAX_ROWS)
 @pytest.mark.parametrize(("excess", "expected"), [(0, 2), (1, 0)])
 def test_a_graph_traced_in_a_block_has_our_products(dtype, excess, expected):
     model, graphs = layers(dtype), []
@@ -135,7 +135,7 @@ def test_a_graph_traced_in_a_block_has_our_products(dtype, excess, expected):
         graphs.append(graph)
         return graph.forward
 
-    rows = torch.randn(MOST_ROWS[dtype] + excess, 70).to(dtype)
+    rows = torch.randn(MAX_ROWS[dtype] + excess, 70).to(dtype)
     with block(model):
         compiled = torch.compile(lambda rows: model(rows), backend=backend, fullgraph=True, dynamic=False)
         assert torch.equal(compiled(rows), model(rows))
@@ -147,7 +147,7 @@ DRAFTS = [("lookup", "chain:5"), ("model", "chain:4"), ("model", "dynamic:8"), (
 
 
 @pytest.mark.parametrize("kv", [2, 4])
-@pytest.mark.parametrize("dtype", MOST_ROWS)
+@pytest.mark.parametrize("dtype", MAX_ROWS)
 def test_a_text_has_the_same_logits_bit_for_bit_with_and_without_drafts(kv, dtype, calls):
     """Chains and trees, heads that share keys and others, one row and several."""
     model, drafter = tiny(kv=kv, dtype=dtype), specheads.DraftModel(tiny(kv=kv, dtype=dtype))
@@ -170,7 +170,7 @@ def test_torchs_own_kernels_are_one_argument_away_and_what_small_models_use(call
     model = tiny()
     specheads.generate(model, IDS, max_new_tokens=3, do_sample=False, kernels=False)
     list(specheads.generate_many(model, IDS.tolist(), max_new_tokens=3, do_sample=False, kernels=False))
-    monkeypatch.setattr(few_rows, "FEWEST_BYTES", 2**30)
+    monkeypatch.setattr(few_rows, "MIN_BYTES", 2**30)
     specheads.generate(model, IDS, max_new_tokens=3, do_sample=False)
     assert not calls["few_rows"] and not calls["attention_of_few_rows"]
 

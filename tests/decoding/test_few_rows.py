@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.codecache import CppCodeCache
 
-from specheads.decoding.kernels.few_rows import MOST_ROWS, SOURCE, load
+from specheads.decoding.kernels.few_rows import MAX_ROWS, SOURCE, load
 from tests.support.compiled_texts import needs_compiler
 
 OURS = torch.ops.specheads
@@ -112,7 +112,7 @@ def test_on_processors_with_narrower_vectors():
     with torch._inductor.config.patch({"cpp.simdlen": 256}):
         CppCodeCache.load(SOURCE.read_text().replace("(specheads,", "(specheads_avx2,"))
     operations = torch.ops.specheads_avx2
-    for num_rows, dtype in itertools.product([1, 3, 4, 5, 9], MOST_ROWS):
+    for num_rows, dtype in itertools.product([1, 3, 4, 5, 9], MAX_ROWS):
         rows, weight, _ = linear(num_rows, 70, 11, dtype=dtype)
         found = operations.few_rows(rows, weight)
         assert_product(found, rows, weight)

@@ -108,7 +108,7 @@ def test_large_scores_do_not_overflow():
 @pytest.fixture
 def on_any_device(monkeypatch):
     """What chooses it does not ask for a GPU, nor for many keys."""
-    monkeypatch.setattr(dispatch, "FEWEST_KEYS", {True: 0, False: 0})
+    monkeypatch.setattr(dispatch, "MIN_KEYS", {True: 0, False: 0})
     monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())

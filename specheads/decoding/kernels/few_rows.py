@@ -28,14 +28,14 @@ HAS_AMX, HAS_PAIRS = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf
 # Measured (docs/speed.md): for more rows the library is about as fast. On processors without bfloat16 products in
 # oneDNN, torch's own are slower than ours at every size measured.
 _ONLY_TORCH = torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-MOST_ROWS = {
+MAX_ROWS = {
     torch.float32: 48,
     torch.bfloat16: 128 if HAS_AMX else 32 if HAS_PAIRS else 96 if _ONLY_TORCH else 6,
 }
-MOST_QUERIES = {torch.float32: 16, torch.bfloat16: 128}
+MAX_QUERIES = {torch.float32: 16, torch.bfloat16: 128}
 HEAD_PART = 16  # the width of a head must be a multiple of this, the longest vector
 # Of all linear layers: a smaller model stays in the processor's caches, and is not worth the build.
-FEWEST_BYTES = 2**26
+MIN_BYTES = 2**26
 
 
 class _Thread(local):
@@ -58,7 +58,7 @@ def load() -> None:
     from torch._inductor.codecache import CppCodeCache  # imports torch's compiler
 
     def announce(build: object) -> None:
-        logger.warning("building kernels for this processor: some 15 s, once; torch keeps them on disk")
+        logger.warning("building kernels for this processor: a minute at most, once; torch keeps them on disk")
 
     # torch's key has the flags of the compiler, but not the processor for which "native" stands.
     source = f"// {torch.backends.cpu.get_cpu_capability()} {HAS_AMX=} {HAS_PAIRS=}\n{SOURCE.read_text()}"
@@ -79,7 +79,7 @@ def available() -> bool:
         rows, weight = (torch.randn(count, 70, generator=generator) for count in (3, 37))
         error = max(
             float((OURS.few_rows(rows.to(dtype), weight.to(dtype)).float() - rows @ weight.T).abs().max())
-            for dtype in MOST_ROWS
+            for dtype in MAX_ROWS
         )
         problem = "" if error < 0.5 else f"their products are wrong by {error:.1g}"
     except Exception as failure:
@@ -91,11 +91,11 @@ def available() -> bool:
 
 def few_row_layers(modules: Iterable[nn.Module], *, fewest_bytes: int | None = None) -> list[nn.Linear]:
     """The linear layers of these modules whose products can be ours: none without a compiler, or if all their weights
-    have fewer bytes (None: FEWEST_BYTES). Loads the operations, built if need be."""
+    have fewer bytes (None: MIN_BYTES). Loads the operations, built if need be."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     layers = [part for part in parts if _can_be_ours(part)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    fewest = FEWEST_BYTES if fewest_bytes is None else fewest_bytes
+    fewest = MIN_BYTES if fewest_bytes is None else fewest_bytes
     return layers if layers and size >= fewest and available() else []
 
 
@@ -139,7 +139,7 @@ def _can_be_ours(module: nn.Module) -> TypeGuard[nn.Linear]:
     weight = module.weight
     return (
         type(weight) is nn.Parameter
-        and weight.dtype in MOST_ROWS
+        and weight.dtype in MAX_ROWS
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and is_own_forward(vars(module).get("forward"))
@@ -154,7 +154,7 @@ def is_own_forward(replaced: object) -> bool:
 def forward(self: nn.Linear, rows: Tensor) -> Tensor:
     """nn.Linear.forward of a layer in a block."""
     weight = self.weight
-    most = MOST_ROWS[weight.dtype] if _thread.active and rows.dtype == weight.dtype else 0
+    most = MAX_ROWS[weight.dtype] if _thread.active and rows.dtype == weight.dtype else 0
     if rows.numel() > most * weight.shape[1]:
         return F.linear(rows, weight, self.bias)
     return OURS.few_rows.default(rows, weight, self.bias)
@@ -165,7 +165,7 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     return (
         _thread.active
         and query.device.type == "cpu"
-        and query.shape[2] <= MOST_QUERIES.get(query.dtype, 0)
+        and query.shape[2] <= MAX_QUERIES.get(query.dtype, 0)
         and query.dtype == key.dtype == value.dtype
         and mask.is_floating_point()
         and query.shape[3] == value.shape[3]

@@ -26,7 +26,7 @@ from specheads.decoding.verify.hf_base import text_config
 NAME = "specheads_grouped"  # in transformers' registry of attention implementations
 HAS_TRITON = has_triton_package()  # shipped with torch's GPU builds on Linux
 # By whether the pass is compiled: in eager mode launching Triton's kernels costs more than they save on fewer keys.
-FEWEST_KEYS = {True: 1024, False: 16_384}
+MIN_KEYS = {True: 1024, False: 16_384}
 _blocks: Counter[int] = Counter()  # id of a config → how many threads are in `grouped_heads` with it
 _blocks_lock = Lock()
 
@@ -66,7 +66,7 @@ def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     learns = torch.is_grad_enabled() and query.requires_grad
     if not query.is_cuda or learns or not mask.is_floating_point():
         return False
-    if key.shape[2] < FEWEST_KEYS[torch.compiler.is_compiling()]:
+    if key.shape[2] < MIN_KEYS[torch.compiler.is_compiling()]:
         return False
     from specheads.decoding.verify.split_attention import is_served
 

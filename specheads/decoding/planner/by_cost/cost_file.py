@@ -21,7 +21,7 @@ from specheads.version import __version__
 
 FORMAT = 1
 SHIPPED = {"cpu": "small CPU", "cuda": "GPU"}  # device type → whose curves are shipped
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +93,7 @@ class CostTable:
         """
         try:
             with open(path, "rb") as file:
-                content = json.loads(file.read(_MOST_BYTES))
+                content = json.loads(file.read(_MAX_BYTES))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
             batches = {int(n): StepCosts.from_dict(int(n), costs) for n, costs in content["batches"].items()}

@@ -117,18 +117,8 @@ def show_elsewhere(head: Path, base: Path, prompt: str, out: Console) -> list[in
     """Let `specheads generate`, in a new process, load the saved head, and print its text, coloured by draft depth.
     Returns the text's ids."""
     words = f"--draft head --max-new-tokens {NEW_TOKENS} --dtype float32 --json".split()
-    command = [
-        sys.executable,
-        "-m",
-        "specheads",
-        "generate",
-        str(head),
-        "--base",
-        str(base),
-        "--prompt",
-        prompt,
-        *words,
-    ]
+    words = [str(head), "--base", str(base), "--prompt", prompt, *words]
+    command = [sys.executable, "-m", "specheads", "generate", *words]
     process = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if process.returncode:
         raise ValueError(f"the new process could not restore {head} (exit code {process.returncode})")
@@ -151,9 +141,7 @@ def find_base(options: DemoOptions, out: Console) -> Path:
     except FileNotFoundError:
         if options.checkpoints is not None:
             raise
-    heading(
-        out, "0  No base model came with the package: a tiny one is trained on the standard library, in a few minutes"
-    )
+    heading(out, "0  No base model came with the package: a tiny one learns the standard library, in a few minutes")
     return own_base(options.output.with_name(f"{options.output.name}-base") / "base", SEED, out)
 
 

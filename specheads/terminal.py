@@ -109,6 +109,11 @@ def as_text(shown: Table) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
+def bar(share: float, width: int) -> str:
+    """A bar of `share` of the width, from one character to all."""
+    return "█" * min(width, max(1, round(share * width)))
+
+
 def clock_time(seconds: float) -> str:
     """`1:52`, or `2:03:04` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)

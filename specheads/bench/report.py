@@ -10,8 +10,6 @@ from specheads.bench.figures.samples import figures, rounds_of
 from specheads.bench.runner import Race
 from specheads.files import write_whole
 
-COLUMNS = ("decoder", "tokens/s", "speed-up", "95 %", "accepted length", "same text")
-
 
 def summary(result: Race, reference: str) -> dict[str, dict[str, Any]]:
     """Decoder → whether it is the reference, its figures(), tokens_per_second_of_each_repeat, and whether its texts
@@ -28,18 +26,6 @@ def summary(result: Race, reference: str) -> dict[str, dict[str, Any]]:
             "differs_at": [{"batch": i, "row": row, "token": at} for i, row, at in differing],
         }
     return rows
-
-
-def cells(name: str, row: dict[str, Any]) -> list[str]:
-    """One decoder's line of the table, in the order of COLUMNS."""
-    return [
-        name,
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['speed_up']:.2f}×",
-        format_interval(row),
-        format_figure(row["accepted_length"]),
-        "yes" if row["identical"] else f"no ({len(row['differs_at'])})",
-    ]
 
 
 def format_interval(row: dict[str, Any]) -> str:

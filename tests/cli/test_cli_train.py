@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,9 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.integrations import integration_utils
 
-from specheads.bench import decoders as racers
+from specheads.bench import environment
 from specheads.cli.commands import show_mask
-from specheads.cli.demo import live, story
+from specheads.cli.demo import live, race, story
 from tests.support.command_line import CONTROL, run
 from train import heads
 
@@ -114,6 +115,7 @@ def demo(shipped, tmp_path, capsys, monkeypatch):
     """Run a short demo, with these changes of story's names."""
     monkeypatch.setattr(story, "NEW_TOKENS", 8)
     monkeypatch.setattr(story, "NUM_PROMPTS", 1)
+    monkeypatch.setattr(story, "NUM_WATCHED", 1)
 
     def run_demo(*words, **changes):
         for name, value in changes.items():
@@ -130,15 +132,16 @@ def test_the_demo_runs_end_to_end(demo, tmp_path, capsys):
     assert "\x1b[" not in err
     figures, story_text = json.loads(out), err
     assert figures["same_text"] is True and "every text is the same" in story_text
-    names = ["transformers generate", "our loop, no drafts", "Medusa", "EAGLE-3", "EAGLE-3, just trained"]
+    names = ["transformers", "plain", "lookup", "head", "head, shipped", "auto"]
     assert list(figures["decoders"]) == names and all(name in story_text for name in names)
-    assert "no EAGLE-1 head at" in story_text  # none was made here
-    assert "were accepted drafts" in story_text and figures["training"]["tokens"] > 0
+    assert "12 tokens: 12 passes → " in story_text and "were accepted drafts" in story_text
+    curve = [point["accepted_length"] for point in figures["training"]["history"]]
+    assert len(curve) > 1 and story_text.count(" tokens a pass  █") == len(curve)
     assert json.loads(run(capsys, "info", tmp_path / "head", "--json")[1])["kind"] == "eagle3"
 
 
 def test_the_demo_notices_a_text_that_differs(demo, monkeypatch):
-    real = racers.specheads_generate
+    real = race.specheads_generate
 
     def wrong(model, length, **kwargs):
         decode = real(model, length, **kwargs)
@@ -150,17 +153,54 @@ def test_the_demo_notices_a_text_that_differs(demo, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(racers, "specheads_generate", wrong)
+    monkeypatch.setattr(race, "specheads_generate", wrong)
     code, out, _ = demo(show_elsewhere=lambda *args: [])
     assert code == 1 and "not every text is the same" in out and "from token 4 on" in out
     assert "the restored process wrote another text" in out
 
 
-def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(demo):
-    ties = ([], ["EAGLE-3 on prompt 1 from token 4 on"])
-    code, out, err = demo("--json", show_elsewhere=lambda *args: [], differences=lambda *args: ties)
-    assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(err.split())
+def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(demo, monkeypatch):
+    ties = ([], ["head on prompt 1 from token 4 on"])
+    monkeypatch.setattr(race, "differences", lambda *args: ties)
+    code, out, err = demo("--json", show_elsewhere=lambda *args: [])
+    assert code == 0 and "but for near ties: head on prompt 1" in " ".join(err.split())
     assert json.loads(out)["same_text"] is False
+
+
+def test_the_demos_training_ends_when_held_out_text_accepts_enough(demo):
+    options = partial(story.LiveOptions, enough=0.5, continue_time=0.0)
+    code, out, err = demo("--minutes", 0.3, "--json", show_elsewhere=lambda *args: [], LiveOptions=options)
+    assert code == 1 and "0.5 are reached: 1." in err, "the time is not used up, and no text was restored"
+    assert len(json.loads(out)["training"]["history"]) == 2
+
+
+def demo_figures(load, **speed_ups):
+    """What the demo shows at this load of two cores, of decoders that are so much faster than plain decoding."""
+    rows = {
+        name: {"tokens": 96, "texts": 2, "accepted_length": 1.0 if name == "plain" else 2.0, "speed_up": speed_up,
+               "tokens_per_second": 100 * speed_up}
+        for name, speed_up in {"plain": 1.0, "head": 1.5, "auto": 1.5, **speed_ups}.items()
+    }  # fmt: skip
+    file = io.StringIO()
+    where = {**environment.environment(), "cores": 2, "load_average": load}
+    race.print_figures(rows, where, 48, Console(file=file, width=80, color_system=None))
+    return file.getvalue()
+
+
+def test_the_demo_shows_passes_before_speeds_and_says_why_a_decoder_loses():
+    shown = demo_figures(2.1, head=0.8)
+    assert shown.startswith("48 tokens: 48 passes → 24 with the head, 24 with auto")
+    ends = [line.split()[-3:] for line in shown.splitlines()]
+    assert ["24", "80", "0.8×"] in ends and ["24", "150", "1.5×"] in ends and max(map(len, shown.splitlines())) <= 80
+    said = " ".join(shown.split())
+    assert "head loses to plain: it gains 2.00 tokens a pass, but a pass takes 2.5 times as long" in said
+    assert "auto loses" not in said and "plain loses" not in said
+
+
+def test_the_demo_of_a_busy_machine_shows_no_speed():
+    shown = demo_figures(2.6, head=0.8)
+    assert "2 cores with a load of 2.6" in shown and "48 passes → 24" in shown
+    assert not any(word in shown for word in ("tokens/s", "×", "loses"))
 
 
 @pytest.mark.parametrize(("row_seconds", "texts"), [(0.02, 8 + 16 + 21 * 32), (1.0, 8), (3.0, 0)])

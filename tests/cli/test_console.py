@@ -9,14 +9,12 @@ import torch
 from rich.console import Console
 
 from specheads import terminal
-from specheads.bench import report
 from specheads.cli import text
 from specheads.cli.chat.console import COLUMNS
 from specheads.decoding.drafters.retokenize import TextPieces
 
 TABLES = {
     "comparison": (COLUMNS, ("head", "96", "178.1", "2.00×", "123/456 (27%)", "2.10", "differs")),
-    "demo": (report.COLUMNS, ("our loop, no drafts", "123.4", "0.98×", "0.97–0.99", "1.00", "no (12)")),
 }
 
 

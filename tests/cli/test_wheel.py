@@ -108,7 +108,7 @@ def test_the_demo_of_a_wheel_trains_its_base_first_and_keeps_it(newcomer):
     )  # fmt: skip
     told = newcomer(*demo)
     assert "No base model came with the package" in told and "every text is the same" in told
-    assert "saved runs/demo-base/base" in told and "left out" not in told
+    assert "saved runs/demo-base/base" in told and "head, shipped" not in told
     again = newcomer(*demo)
     assert "which an earlier demo trained" in again
     made = newcomer(newcomer.program, "generate", "runs/demo", "--prompt", "import os", "--max-new-tokens", 4, "--json")

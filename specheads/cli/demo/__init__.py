@@ -1,1 +1,1 @@
-"""`specheads demo`: train, save, restore and race a head in minutes. story.py is the demo, live.py its training."""
+"""`specheads demo`: train, save, restore and race a head. story.py is the demo, live.py trains, race.py races."""

@@ -1,5 +1,5 @@
-"""The demo's training: an EAGLE-3 head, for a fixed time, on source files and the base's own continuations; and before
-it, if the package came without a base, a tiny one on the standard library."""
+"""The demo's training: an EAGLE-3 head, on source files and the base's own continuations, until held-out text accepts
+enough of its drafts; and before it, if the package came without a base, a tiny one on the standard library."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from specheads import terminal
+from specheads.bench.decoders import specheads_generate
 from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import Eagle3Head
@@ -28,17 +29,20 @@ from specheads.training.base_model.options import Options
 from specheads.training.base_model.run import RECORD, train
 from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
 
-BASE_MINUTES = 1.0  # of its training
+MEASUREMENTS, WATCHED_TOKENS = 12, 48  # while a head trains: how often, and of how long a text
+BASE_MINUTES = 2.0  # of its training
 BASE_FILES = 250  # of the standard library: quickly encoded, and more than two cores train on in that time
 
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """minutes: of training. rows: in a batch. learning_rate: its peak. continue_time: share of the time in which the
-    base generates continuations. continued_share: share of the rows that are such continuations."""
+    """minutes: of training, at most. enough: accepted length on held-out text at which it ends. rows: in a batch.
+    learning_rate: its peak. continue_time: share of the time in which the base generates continuations.
+    continued_share: share of the rows that are such continuations."""
 
     minutes: float
     seed: int
+    enough: float = 2.0
     rows: int = 6
     row_tokens: int = 160  # as many as are decoded later: 64 of a prompt and 96 new ones
     learning_rate: float = 4e-3
@@ -68,12 +72,11 @@ class Rows(Dataset):
 class TimedTrainer(SpecTrainer):
     """Trains for `seconds`. The learning rate warms up over 10 steps and then decays with time."""
 
-    def __init__(self, *args: Any, seconds: float, tell: terminal.Report, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
         self.seconds = seconds
         self.began = time.monotonic()
         super().__init__(*args, **kwargs)
         self.remove_callback(PrinterCallback)
-        self.add_callback(_Clock(self, tell))
 
     @property
     def passed(self) -> float:
@@ -88,25 +91,44 @@ class TimedTrainer(SpecTrainer):
         return self.lr_scheduler
 
 
-class _Clock(TrainerCallback):
-    def __init__(self, trainer: TimedTrainer, tell: terminal.Report) -> None:
-        self.trainer, self.tell = trainer, tell
-        self.history: list[dict[str, float]] = []
+class Curve(TrainerCallback):
+    """Decodes held-out text MEASUREMENTS times in the training's time, prints a line for each, and ends the training
+    when the time is up or `enough` is accepted. points: one for each line."""
+
+    def __init__(
+        self, trainer: TimedTrainer, texts: dict[str, Tensor], enough: float, tell: terminal.Report, out: Console
+    ) -> None:
+        self.trainer, self.texts, self.enough, self.tell, self.out = trainer, texts, enough, tell, out
+        self.points: list[dict[str, float]] = []
+        self.due = 0.0  # the share of the time at which to measure
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.measure(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = self.trainer.passed >= 1
+        passed = self.trainer.passed
+        self.tell(passed, f"step {state.global_step}")
+        if passed >= min(1.0, self.due):
+            control.should_training_stop = self.measure(state.global_step) >= self.enough or passed >= 1
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs and "accepted_length" in logs:
-            loss, length = float(logs["loss"]), float(logs["accepted_length"])
-            self.history.append({"step": state.global_step, "loss": loss, "accepted_length": length})
-            self.tell(self.trainer.passed, f"step {state.global_step}  loss {loss:.2f}  accepted length {length:.2f}")
+    def measure(self, step: int) -> float:
+        """The tokens that the base accepts at each pass, its own included."""
+        model: Any = self.trainer.model
+        model.eval()
+        counts = specheads_generate(model, WATCHED_TOKENS)(self.texts, None).statistics
+        model.train()
+        length, seconds = counts["gained"] / counts["rows_stepped"], time.monotonic() - self.trainer.began
+        self.points.append({"seconds": seconds, "step": step, "accepted_length": length})
+        self.due = self.trainer.passed + 1 / MEASUREMENTS
+        line = f"{terminal.clock_time(seconds):>5}  step {step:>4}  {length:.2f} tokens a pass  "
+        self.out.print(line + terminal.bar(length / 4, 32))
+        return length
 
 
 def train_live(
-    model: SpecModel, tokenizer: Any, held_out: list[str], options: LiveOptions, out: Console
+    model: SpecModel, tokenizer: Any, held_out: list[str], texts: dict[str, Tensor], options: LiveOptions, out: Console
 ) -> dict[str, Any]:
-    """Train the head for the given time, showing loss and accepted length (of chains, on the training rows)."""
+    """Train the head, showing the accepted length on `texts`, a batch of prompts that nothing is trained on."""
     seconds = options.minutes * 60
     began = time.monotonic()
     ids = training_ids(tokenizer, held_out, options)
@@ -123,22 +145,24 @@ def train_live(
         # The norms keep float32 weights under bfloat16 autocast; torch warns once that a faster path exists.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         arguments = SpecTrainingArguments(
-            output_dir=scratch, max_steps=10**6, per_device_train_batch_size=options.rows, logging_steps=5,
+            output_dir=scratch, max_steps=10**6, per_device_train_batch_size=options.rows, logging_steps=10**6,
             learning_rate=options.learning_rate, muon=True, head_lr_groups={"lm_head": 0.25}, adam_beta2=0.95,
             weight_decay=0.0, max_grad_norm=1.0, bf16=bfloat16_is_fast(model.device), report_to="none",
             use_cpu=model.device.type == "cpu", save_strategy="no", disable_tqdm=True, seed=options.seed,
             dataloader_pin_memory=False,
         )  # fmt: skip
         left = max(seconds / 2, seconds - (time.monotonic() - began))
-        trainer = TimedTrainer(model, arguments, train_dataset=Rows(ids, continued, options), seconds=left, tell=tell)
+        trainer = TimedTrainer(model, arguments, train_dataset=Rows(ids, continued, options), seconds=left)
+        curve = Curve(trainer, texts, options.enough, tell, out)
+        trainer.add_callback(curve)
         trainer.train()
-        tell(1.0, f"{trainer.state.global_step} steps")
-    history = next(c.history for c in trainer.callback_handler.callbacks if isinstance(c, _Clock))
-    steps = trainer.state.global_step
-    tokens = steps * options.rows * options.row_tokens
-    out.print(f"{steps} steps, {tokens / 1e3:.0f}k tokens, {tokens / left:.0f} tokens/s")
+        steps, length = trainer.state.global_step, curve.points[-1]["accepted_length"]
+        tell(1.0, f"{steps} steps")
     model.eval()
-    return {"seconds": time.monotonic() - began, "steps": steps, "tokens": tokens, "history": history}
+    tokens = steps * options.rows * options.row_tokens
+    end = f"{options.enough:g} are reached" if length >= options.enough else f"{options.minutes:g} minutes are up"
+    out.print(f"{end}: {length:.2f} tokens a pass after {steps} steps, {tokens / 1e3:.0f}k tokens")
+    return {"seconds": time.monotonic() - began, "steps": steps, "tokens": tokens, "history": curve.points}
 
 
 def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,6 @@ def held_out_names(base: Path) -> list[str]:
     return recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
 
 
-def load_heads(
-    model: PreTrainedModel, folder: Path, names: Iterable[str] = LABELS, *, missing: Callable[[str], None] | None = None
-) -> dict[str, SpecModel]:
-    """Label → head, for the heads in `folder`, loaded onto `model` in its dtype.
-
-    missing(line) is called for a head that does not exist; without `missing` that is an error."""
-    heads = {}
-    for name in names:
-        if missing is not None and not (folder / name / "config.json").is_file():
-            missing(f"no {LABELS.get(name, name)} head at {folder / name}: left out")
-            continue
-        heads[LABELS.get(name, name)] = load_head(model, folder / name, dtype=model.dtype)
-    return heads
+def load_heads(model: PreTrainedModel, folder: Path, names: Iterable[str] = LABELS) -> dict[str, SpecModel]:
+    """Label → head, for the heads in `folder`, loaded onto `model` in its dtype."""
+    return {LABELS.get(name, name): load_head(model, folder / name, dtype=model.dtype) for name in names}

@@ -86,9 +86,10 @@ def impossible(scores: Tensor, uncut: Tensor, tokens: Tensor, margin: float, *, 
 
 
 def edge_mass(scores: Tensor, uncut: Tensor, settings: Settings, margin: float, shift: float) -> Tensor:
-    """(n,) the probability of the token at the edge of top-k, top-p or min-p where rounding may move the edge, else 0.
+    """(n,) the probability of the token at the edge of a cut where rounding may move the edge, else 0.
 
-    scores, uncut: as in `impossible`; margin of two scores; shift: total variation of a distribution before the cut.
+    scores, uncut: after and before this cut, the settings' only one (top-k, top-p or min-p); margin: of two scores;
+    shift: total variation of the distribution before the cut.
     """
     kept, p = scores.isfinite(), uncut.double().softmax(-1)
     lowest = uncut.masked_fill(~kept, math.inf).amin(-1)

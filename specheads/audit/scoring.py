@@ -58,9 +58,8 @@ class Scorer:
         wide = self._logits(self.second, text, len(prompt), ROWS, EXTRA)
         before_cut = replace(settings, top_k=0, top_p=1.0, min_p=0.0)
         uncut, again = (process(logits, prompt, tokens, before_cut) for logits in (first, wide))
-        scores = uncut if settings == before_cut else process(first, prompt, tokens, settings)
         margin, shift = rounding(uncut, again)
-        shifts = shift + edge_mass(scores, uncut, settings, margin, shift)
+        scores, shifts = cut(uncut, settings, margin, shift)
         device = first.device
         return ScoredText(
             tuple(prompt), torch.tensor(tokens, device=device), torch.tensor(text[len(prompt) - 1 : -1], device=device),
@@ -82,3 +81,13 @@ def rounding(scores: Tensor, again: Tensor) -> tuple[float, float]:
     error = torch.where(both, scores - again, 0.0).abs().max()
     shift = (scores.softmax(-1) - again.softmax(-1)).abs().sum(-1).max() / 2
     return SAFETY * 2 * float(error), SAFETY * float(shift)
+
+
+def cut(uncut: Tensor, settings: Settings, margin: float, shift: float) -> tuple[Tensor, Tensor]:
+    """Scores (n, V) after top-k, top-p and min-p in turn, and shift (n,) with what moving edges add to it."""
+    scores, shifts = uncut, torch.full(uncut.shape[:1], shift, dtype=torch.float64, device=uncut.device)
+    for one_cut in (Settings(top_k=settings.top_k), Settings(top_p=settings.top_p), Settings(min_p=settings.min_p)):
+        after = process(scores, [], [], one_cut)
+        shifts = shifts + edge_mass(after, scores, one_cut, margin, shift)
+        scores = after
+    return scores, shifts

@@ -167,5 +167,10 @@ class SampledWatch(Watch):
         if not self.tokens:
             return {}
         logp, mean, variance = torch.cat(self.log_probs, -1)
+        possible = logp.isfinite()  # the others are faults, or the edge of a cut
         figures = {"rank_distance": uniform_distance(torch.cat(self.ranks)), "rank_bound": 1.95 / self.tokens**0.5}
-        return {"z": likelihood_z(logp, mean, variance), **figures, "log_evidence": self.robust.peak}
+        return {
+            "z": likelihood_z(logp[possible], mean[possible], variance[possible]),
+            **figures,
+            "log_evidence": self.robust.peak,
+        }

@@ -22,14 +22,14 @@ LENGTH, BATCH = 24, 12
 SAMPLED = Settings(max_tokens=LENGTH)
 GREEDY = Settings(max_tokens=LENGTH, temperature=0.0)
 NUCLEUS = Settings(max_tokens=LENGTH, top_p=0.8)
-PENALTY = Settings(max_tokens=LENGTH, repetition_penalty=4.0)
+PENALTY = Settings(max_tokens=LENGTH, temperature=0.0, repetition_penalty=1.3)
 ENDS = Settings(max_tokens=LENGTH, eos=frozenset({5, 6}))
 # Strengths whose promise is a few hundred to a few thousand tokens.
 CASES = {
     "residual": (SAMPLED, (0.6, 1.0)), "q-for-p": (SAMPLED, (0.3, 1.0)), "temperature": (SAMPLED, (0.7, 1.3)),
     "late-top-p": (NUCLEUS, (0.2, 1.0)), "stale-keys": (SAMPLED, (0.4, 1.0)), "positions": (SAMPLED, (0.3, 1.0)),
     "eos": (ENDS, (0.3, 1.0)), "longer": (SAMPLED, (0.1, 1.0)), "shorter": (SAMPLED, (0.1, 1.0)),
-    "repeat": (SAMPLED, (0.1, 0.3)), "penalties": (PENALTY, (0.6, 1.0)), "ties": (GREEDY, (0.05, 0.5)),
+    "repeat": (SAMPLED, (0.1, 0.3)), "penalties": (PENALTY, (0.3, 1.0)), "ties": (GREEDY, (0.05, 0.5)),
     "some-greedy": (SAMPLED, (0.12, 0.3)), "mixed-rows": (SAMPLED, (0.15, 0.5)),
 }  # fmt: skip
 # Which tokens it writes too often depends on the drafts, so that no bet is quite like it.

@@ -10,6 +10,7 @@ import typer
 
 from specheads.cli.app import DEBUG, OFF, add_command, app, flags
 from specheads.cli.errors import Stopped, listen, report, say, say_stopped, usage_error
+from specheads.cli.options.audit import AuditOptions
 from specheads.cli.options.checkpoints import DoctorOptions, ExportOptions, ImportOptions, InfoOptions
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
 from specheads.cli.options.measure import BenchCommand, CalibrateOptions, ParityOptions, TuneOptions
@@ -30,6 +31,7 @@ add_command("generate", GenerateOptions, "commands.generate:run")
 add_command("chat", ChatOptions, "chat.console:run")
 add_command("tune", TuneOptions, "commands.tune:run")
 add_command("bench", BenchCommand, "commands.bench:run")
+add_command("audit", AuditOptions, "commands.audit:run")
 add_command("export", ExportOptions, "commands.formats:export")
 add_command("import", ImportOptions, "commands.formats:import_head")
 

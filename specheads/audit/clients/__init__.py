@@ -1,0 +1,1 @@
+"""One file a kind of server: how it is asked for tokens."""

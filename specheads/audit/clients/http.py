@@ -1,0 +1,122 @@
+"""Servers by HTTP that say which tokens they wrote: vLLM and SGLang at /v1/completions, llama.cpp at /completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from specheads.audit.settings import Settings
+
+KEY = "OPENAI_API_KEY"
+RETRIED = {408, 425, 429, 500, 502, 503, 504}
+
+
+class ServerError(OSError):
+    """No answer, or one that an audit cannot use."""
+
+
+class HttpClient:
+    """Asks for all prompts of a call at once, one request each, so that the server batches them.
+
+    url: with or without /v1. key: sent as a bearer token (default: the environment's OPENAI_API_KEY). retries: of a
+    request that failed. timeout: seconds without data.
+    """
+
+    route = ""
+
+    def __init__(self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 120.0) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r}: expected an address such as http://localhost:8000")
+        self.name, self.key = self.url, os.environ.get(KEY) if key is None else key
+        self.retries, self.timeout, self.delay = retries, timeout, 1.0
+
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
+
+    def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        """The request, with every sampler set, neutral ones too."""
+        raise NotImplementedError
+
+    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+        """The tokens of an answer, the EOS included."""
+        raise NotImplementedError
+
+    def post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to the request; ServerError after the last retry, or at once if a retry would not help."""
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
+        request = urllib.request.Request(self.url + self.route, json.dumps(body).encode(), headers)
+        for attempt in range(self.retries + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    answer: dict[str, Any] = json.load(reply)
+                    return answer
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
+                if error.code not in RETRIED:
+                    break
+            except (OSError, ValueError) as error:
+                problem = str(error) or type(error).__name__
+            if attempt < self.retries:
+                time.sleep(self.delay * 2**attempt)
+        raise ServerError(f"{request.full_url}: {problem}")
+
+
+class OpenAIClient(HttpClient):
+    """vLLM, SGLang and others that know `return_token_ids`. model: its name there."""
+
+    route = "/v1/completions"
+
+    def __init__(self, url: str, model: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.model = model
+
+    def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": settings.max_tokens, "n": 1,
+            "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
+            "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty, "presence_penalty": 0,
+            "frequency_penalty": 0, "return_token_ids": True,
+        }  # fmt: skip
+        ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
+        return {**body, **ends, **({"stop": list(settings.stop)} if settings.stop else {})}
+
+    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+        choice = (answer.get("choices") or [{}])[0]
+        if not isinstance(choice.get("token_ids"), list):
+            raise ServerError(f"{self.url} sent no token_ids: it does not know return_token_ids, which an audit needs")
+        return [int(token) for token in choice["token_ids"]]
+
+
+class LlamaCppClient(HttpClient):
+    """llama.cpp's own route, whose tokens lack the EOS. Its samplers cut before they apply the temperature unless told
+    otherwise, and are put in transformers' order here."""
+
+    route = "/completion"
+
+    def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        return {
+            "prompt": prompt, "n_predict": settings.max_tokens, "temperature": settings.temperature,
+            "top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p,
+            "repeat_penalty": settings.repetition_penalty, "repeat_last_n": -1, "presence_penalty": 0,
+            "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "mirostat": 0,
+            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "stop": list(settings.stop),
+            "ignore_eos": not settings.eos, "return_tokens": True, "cache_prompt": False, "stream": False,
+        }  # fmt: skip
+
+    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+        if not isinstance(answer.get("tokens"), list):
+            raise ServerError(f"{self.url} sent no tokens: it does not know return_tokens, which an audit needs")
+        tokens = [int(token) for token in answer["tokens"]]
+        if answer.get("stop_type") == "eos" and not (tokens and tokens[-1] in settings.eos):
+            if len(settings.eos) != 1:
+                raise ServerError(f"{self.url} does not say which of {len(settings.eos)} end tokens ended the text")
+            tokens.append(*settings.eos)
+        return tokens

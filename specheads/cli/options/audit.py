@@ -1,0 +1,41 @@
+"""The options of audit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specheads.cli.complete import complete_words
+from specheads.cli.options.shared import Output
+from specheads.options import OptionError, argument, option
+
+SERVERS = ("openai", "llama.cpp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(Output):
+    """Judge whether a running server writes its model's text.
+
+    Asks it for greedy and for sampled text, and judges each token by the base's own logits. The exit status is 0 if the
+    text is the model's (lossless, or within rounding), 3 if not, 4 if undecided.
+
+    \b
+    Examples:
+      specheads audit http://localhost:8000 --base my/model
+      specheads audit http://localhost:8080 --base my/model --kind llama.cpp --temperature 0
+      specheads audit http://localhost:8000 --base my/model --temperature 0.8 --tv 0.02 --json
+    """
+
+    server: str = argument("URL", "Address of the server, such as http://localhost:8000.")
+    base: str = option(help="The model whose text it should be: a directory or hub id.")
+    kind: str = option(
+        "openai", "openai (vLLM, SGLang: return_token_ids) or llama.cpp.", autocompletion=complete_words(*SERVERS)
+    )
+    model: str | None = option(None, "The model's name at the server; default: as --base.")
+    prompts: Path | None = option(None, "File of prompts, as of bench; default: held-out source code.")
+    temperature: list[float] | None = option(None, "Temperatures to ask at; 0 is greedy; default: 0 and 1.")
+    tv: float = option(0.05, "Total variation a token that a lossless verdict rules out.")
+
+    def __post_init__(self) -> None:
+        if self.kind not in SERVERS:
+            raise OptionError(f"{{kind}}: expected {' or '.join(SERVERS)}", kind=self.kind)

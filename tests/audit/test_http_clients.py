@@ -1,0 +1,65 @@
+"""Claims about clients by HTTP: what they send, how they read the tokens, and what they refuse."""
+
+import pytest
+
+from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError
+from specheads.audit.settings import Settings
+from tests.support.openai_server import serving
+
+SETTINGS = Settings(0.7, top_p=0.9, max_tokens=4, eos=frozenset({2}))
+
+
+def ask(make, reply, prompts=((1, 5), (1, 6)), settings=SETTINGS):
+    """The answers and the requests, each with its route and headers."""
+    requests = []
+
+    def answer(route, body, headers):
+        requests.append((route, body, headers))
+        return reply(body)
+
+    with serving(answer) as url:
+        client = make(url)
+        client.delay = 0.01
+        return client.ask([list(prompt) for prompt in prompts], settings), requests
+
+
+def test_an_openai_server_is_sent_ids_and_every_sampler():
+    answers, requests = ask(
+        lambda url: OpenAIClient(url, "m", key="secret"),
+        lambda body: (200, {"choices": [{"token_ids": [body["prompt"][-1], 2]}]}),
+    )
+    assert answers == [[5, 2], [6, 2]]
+    route, body, headers = requests[0]
+    assert route == "completions" and headers["Authorization"] == "Bearer secret"
+    assert body["temperature"] == 0.7 and body["top_k"] == 0 and body["stop_token_ids"] == [2]
+    assert len(requests) == 2
+
+
+def test_llama_cpp_leaves_out_the_eos_which_is_put_back():
+    answers, requests = ask(LlamaCppClient, lambda body: (200, {"tokens": [7], "stop_type": "eos"}))
+    assert answers == [[7, 2], [7, 2]]
+    assert requests[0][1]["samplers"][:2] == ["penalties", "temperature"] and requests[0][1]["return_tokens"]
+
+
+def test_a_busy_server_is_asked_again():
+    replies = [(503, "busy"), (200, {"tokens": [7, 8, 9, 7]})]
+    answers, requests = ask(LlamaCppClient, lambda body: replies.pop(0), prompts=[(1, 5)])
+    assert answers == [[7, 8, 9, 7]] and len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "reply", "words"),
+    [
+        (lambda url: OpenAIClient(url, "m"), (200, {"choices": [{"text": "a"}]}), "return_token_ids"),
+        (LlamaCppClient, (200, {"content": "a"}), "return_tokens"),
+        (LlamaCppClient, (404, "no such route"), "HTTP 404: .*no such route"),
+    ],
+)
+def test_an_answer_without_tokens_is_one_clear_line(make, reply, words):
+    with pytest.raises(ServerError, match=words):
+        ask(make, lambda body: reply, prompts=[(1, 5)])
+
+
+def test_an_address_without_a_scheme_is_refused():
+    with pytest.raises(ValueError, match="http://localhost:8000"):
+        OpenAIClient("localhost:8000", "m")

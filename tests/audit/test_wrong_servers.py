@@ -1,0 +1,132 @@
+"""Claims of an audit about servers on a tiny model: the right one passes, and each fault is found within the tokens
+that the power promises for its total variation."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from specheads.audit.bets import BET_NAMES
+from specheads.audit.clients.in_process import InProcess
+from specheads.audit.evidence import tokens_to_find
+from specheads.audit.run import audit
+from specheads.audit.scoring import Scorer
+from specheads.audit.settings import Settings
+from specheads.audit.verdict import Verdict
+from specheads.audit.watch import AuditConfig
+from tests.support.tiny_models import near
+from tests.support.wrong_server import FAULTS, WrongServer, audit_base
+
+LENGTH, BATCH = 24, 12
+SAMPLED = Settings(max_tokens=LENGTH)
+GREEDY = Settings(max_tokens=LENGTH, temperature=0.0)
+NUCLEUS = Settings(max_tokens=LENGTH, top_p=0.8)
+PENALTY = Settings(max_tokens=LENGTH, temperature=0.0, repetition_penalty=1.3)
+ENDS = Settings(max_tokens=LENGTH, eos=frozenset({5, 6}))
+# Strengths whose promise is a few hundred to a few thousand tokens.
+CASES = {
+    "residual": (SAMPLED, (0.6, 1.0)), "q-for-p": (SAMPLED, (0.3, 1.0)), "temperature": (SAMPLED, (0.7, 1.3)),
+    "late-top-p": (NUCLEUS, (0.2, 1.0)), "stale-keys": (SAMPLED, (0.4, 1.0)), "positions": (SAMPLED, (0.3, 1.0)),
+    "eos": (ENDS, (0.3, 1.0)), "longer": (SAMPLED, (0.1, 1.0)), "shorter": (SAMPLED, (0.1, 1.0)),
+    "repeat": (SAMPLED, (0.1, 0.3)), "penalties": (PENALTY, (0.3, 1.0)), "ties": (GREEDY, (0.05, 0.5)),
+    "some-greedy": (SAMPLED, (0.12, 0.3)), "mixed-rows": (SAMPLED, (0.15, 0.5)),
+}  # fmt: skip
+# Which tokens it writes too often depends on the drafts, so that no bet is quite like it.
+SLOWER = {"residual": 2.5}
+GRID = [(fault, strength) for fault, (_, strengths) in CASES.items() for strength in strengths]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return audit_base()
+
+
+def prompts(count, seed=0):
+    return torch.randint(7, 24, (count, 6), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_every_fault_is_tried():
+    assert set(CASES) == set(FAULTS)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("fault", "strength"), GRID)
+def test_a_fault_is_found_within_the_tokens_that_its_power_promises(base, fault, strength):
+    """A right server would be found with a chance of 1e-3. A fault whose texts end wrongly is found by the end alone,
+    within ln 20 / strength texts in 95 of 100 audits."""
+    settings, server = CASES[fault][0], WrongServer(base, fault, strength, seed=1)
+    config = AuditConfig(max_tokens=6000, batch=BATCH, tv=0.02, miss_rate=0.0005)
+    (result,) = audit(Scorer(base), server, prompts(250 if settings.greedy else 60), [settings], config).results
+    assert result.verdict is Verdict.NOT_LOSSLESS and result.chance <= 1e-3 and result.evidence
+    tv = sum(server.distances) / len(server.distances)
+    if fault in ("longer", "shorter"):
+        assert result.texts <= math.log(20) / strength + BATCH
+    elif tv > 0.001:
+        promise = SLOWER.get(fault, 1) * tokens_to_find(tv, config.alpha, len(BET_NAMES))
+        assert result.tokens <= promise + BATCH * LENGTH
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SAMPLED, GREEDY, ENDS, Settings(0.8, top_k=12, top_p=0.8, min_p=0.02, repetition_penalty=1.3, max_tokens=LENGTH)],
+    ids=str,
+)
+def test_a_right_speculative_server_is_lossless(base, settings):
+    config = AuditConfig(max_tokens=3600, batch=24, tv=0.12)
+    report = audit(Scorer(base), WrongServer(base, seed=3), prompts(150), [settings], config)
+    assert report.verdict is Verdict.LOSSLESS and report.exit_code == 0, str(report)
+
+
+def test_our_generate_and_transformers_are_lossless_by_any_drafter(base):
+    """Both are asked greedily and sampled; the chance of a false alarm is 1e-3 for each report."""
+    from specheads import DraftModel
+    from specheads.decoding.generation.generate import generate
+
+    class Ours:
+        device = base.device
+
+        def generate(self, ids, **options):
+            return generate(base, ids, draft=DraftModel(near(base, 0.1)), **options)
+
+    torch.manual_seed(0)
+    config = AuditConfig(max_tokens=1600, batch=20, tv=0.12)
+    for model in (base, Ours()):
+        report = audit(Scorer(base), InProcess(model), prompts(60), [GREEDY, SAMPLED], config)
+        assert report.verdict is Verdict.LOSSLESS, str(report)
+
+
+def test_a_lossy_rule_of_ours_is_found(base):
+    """The report tells it in words and as JSON, and its exit code is 3."""
+    from specheads import DraftModel
+    from specheads.decoding.generation.generate import generate
+
+    class Lossy:
+        device = base.device
+
+        def generate(self, ids, **options):
+            return generate(base, ids, draft=DraftModel(near(base, 0.1)), accept="typical", **options)
+
+    torch.manual_seed(0)
+    client = InProcess(Lossy(), "typical acceptance")
+    report = audit(Scorer(base), client, prompts(60), [SAMPLED], AuditConfig(max_tokens=4000, batch=20))
+    assert report.exit_code == 3 and "typical acceptance: not lossless" in str(report)
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["verdict"] == "not lossless"
+
+
+def test_another_dtype_of_the_server_is_within_rounding_at_most(base):
+    """A bfloat16 server's greedy text, against the float32 base: misses are within the margin that was measured."""
+    served = audit_base().bfloat16()
+    config = AuditConfig(max_tokens=1600, batch=20)
+    scorer = Scorer(base, torch.bfloat16)
+    report = audit(scorer, InProcess(served), prompts(60), [GREEDY], config)
+    assert report.verdict in (Verdict.LOSSLESS, Verdict.WITHIN_ROUNDING), str(report)
+
+
+def test_what_is_no_text_of_the_base_is_refused_in_one_line(base):
+    with pytest.raises(ValueError, match="the base has 24"):
+        Scorer(base).score([1], [99], SAMPLED)
+    with pytest.raises(ValueError, match="seed"):
+        InProcess(base, seed=1)
+    with pytest.raises(ValueError, match="at least one"):
+        audit(Scorer(base), InProcess(base), [], [SAMPLED])

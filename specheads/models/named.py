@@ -67,7 +67,7 @@ class Models:
         if base is not None:
             raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
         target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
-        if torch_dtype is None:
+        if torch_dtype is None and quantize is None:
             settle_dtype(target, torch_device)
         return cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
 

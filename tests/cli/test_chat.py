@@ -263,7 +263,7 @@ def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
     monkeypatch.setattr("specheads.models.named.quantization", lambda bits, dtype: (bits, dtype))
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     Models.load(str(shipped / "base"), device="cpu", quantize="8bit").choose(f"model:{small}")
-    how = ((8, torch.float32), {"": torch.device("cpu")})
+    how = ((8, torch.bfloat16), {"": torch.device("cpu")})  # the checkpoint's dtype
     assert asked == [(str(shipped / "base"), *how), (str(small), *how)]
 
 

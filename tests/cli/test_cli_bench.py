@@ -114,7 +114,7 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
 
         def counted(batch, watch):
             calls.append(1)
-            if len(calls) == 4:  # two warm-ups, and the second of four prompts
+            if len(calls) == 3:  # the warm-up, and the second of four prompts
                 raise KeyboardInterrupt
             return decode(batch, watch)
 
@@ -125,7 +125,7 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
     assert code == 130 and "stopped after 1 rounds: the same command resumes" in out and "plain" in out
     assert re.search(r"measuring [1-9]\d?%  stopped", err)
     code, out, _ = run(capsys, *ask)
-    assert code == 0 and "stopped" not in out and len(calls) == 4 + 2 + 3
+    assert code == 0 and "stopped" not in out and len(calls) == 3 + 1 + 3
     assert json.loads((tmp_path / "bench.json").read_text("utf8"))["complete"]
 
 

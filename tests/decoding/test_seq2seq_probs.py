@@ -52,7 +52,7 @@ def output_probs(base, drafter, plan, sources, length, rule):
 
     def run(sampler):
         drawn = sampler.draw
-        sampler.draw = lambda p, numbers: torch.tensor(FIRST[:batch])  # the prefill's token, for fewer outcomes
+        sampler.draw = lambda p, numbers=None: torch.tensor(FIRST[:batch])  # the prefill's token, for fewer outcomes
         target, rows = Seq2SeqTarget(base, source, scratch=plan.num_nodes), [() for _ in sources]
         made = decode(
             target, drafter, torch.full((batch, 1), START), torch.ones(batch, dtype=torch.long), plan=plan,

@@ -146,11 +146,11 @@ def test_another_option_of_eagle_config_is_refused_by_name_and_value(name, base,
 CONTRADICTIONS = {
     "norm_before_fc": (
         {"inner": {"norm_before_fc": True}, "norm_before_fc": False},
-        r"says norm_before_fc=false and eagle_config.norm_before_fc=true;",
+        r"says norm_before_fc=false, eagle_config.norm_before_fc=true;",
     ),
     "norm_output": (
         {"inner": {"return_hidden_post_norm": True}, "norm_output": False},
-        r"says norm_output=false and eagle_config.return_hidden_post_norm=true",
+        r"says norm_output=false, eagle_config.return_hidden_post_norm=true",
     ),
     "at the top": ({"return_hidden_post_norm": True}, r"its head has return_hidden_post_norm=true"),
     "regular": ({"layers": 2, "inner": {"next_layer_regular": False}}, "eagle_config.next_layer_regular=false"),

@@ -61,10 +61,11 @@ class Enumerating(Sampler):
     def draw_from_logits(self, logits, numbers=None):
         return self.draw(self.probs(logits)), torch.ones(len(logits), dtype=torch.bool)
 
-    def draw_nodes(self, logits, tree, numbers):
+    def draw_nodes(self, logits, tree, numbers, p=None):
         """Of the nodes that a row's path reaches alone: what is drawn elsewhere is never looked at, and here is what
         would be accepted if it were."""
-        drawn, p = torch.zeros_like(tree.tokens), self.probs(logits.flatten(0, 1)).view_as(logits)
+        drawn = torch.zeros_like(tree.tokens)
+        p = self.probs(logits.flatten(0, 1)).view_as(logits) if p is None else p
         for b, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
             for token, parent in reversed([*zip(tokens, parents, strict=True)]):
                 if parent >= 0:

@@ -152,7 +152,7 @@ MUTATIONS = (
     M("subclass taken for its prefix-free class", "decoding.probs.processors:is_prefix_free",
       "type(processor) in PREFIX_FREE", "isinstance(processor, PREFIX_FREE)", SAMPLER, "subclass"),
     M("one number for all depths of a tree", "decoding.probs.sampler:Sampler.draw_nodes",
-      "numbers.gather(1, tree.topology.depth).flatten()", "numbers[:, :1].expand_as(tree.tokens).flatten()",
+      "numbers.gather(1, tree.topology.depth)", "numbers[:, :1].expand_as(tree.tokens)",
       "decoding/test_same_seed.py"),
     M("numbers of the first tokens again", "decoding.probs.sampler:Sampler.token_numbers",
       "count.unsqueeze(1) +", "0 * count.unsqueeze(1) +", "decoding/test_same_seed.py"),

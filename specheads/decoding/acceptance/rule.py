@@ -116,13 +116,16 @@ class TargetProbs:
     @cached_property
     def likeliest_tokens(self) -> Tensor:
         """(B, N) the likeliest token after each node."""
-        return likeliest(self.scores if self.sampler.processors else self.logits)
+        return likeliest(self.scores if self.sampler.processors or "scores" in self.__dict__ else self.logits)
 
     @cached_property
     def draws(self) -> tuple[Tensor, Tensor]:
         """(B, N) a token drawn after each node with its row's number for that depth, at temperature 0 the likeliest;
         and (B, N) whether its p has a finite sum. The processors need no prefix."""
-        return self.sampler.draw_nodes(self.logits, self.tree, self.numbers)
+        if not self.sampler.do_sample:
+            return self.likeliest_tokens, torch.ones_like(self.tree.tokens, dtype=torch.bool)
+        known = self.__dict__.get("soft")  # of a mixture, no softmax of the logits
+        return self.sampler.draw_nodes(self.logits, self.tree, self.numbers, known)
 
     def is_target_argmax(self) -> Tensor:
         """(B, N) is each node's token the likeliest at its parent? Meaningless at the root and at unused slots."""

@@ -203,14 +203,19 @@ class Sampler:
         self.note_finite((total > 0) & (total < math.inf))
         return index
 
-    def draw_nodes(self, logits: Tensor, tree: DraftTree, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
+    def draw_nodes(
+        self, logits: Tensor, tree: DraftTree, numbers: Tensor | None, p: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """logits (B, N, V) → (B, N) a token drawn after each node of the tree, and (B, N) whether its p has a finite
-        sum; numbers (B, P): each row's, by depth. As `draw_from_logits`.
+        sum; numbers (B, P): each row's, by depth; p (B, N, V): if it is known, or not that of the logits.
 
         Most nodes are never reached, and their p may be anything: the caller passes those that are to `note_finite`.
         """
-        numbers = None if numbers is None else numbers.gather(1, tree.topology.depth).flatten()
-        tokens, finite = self.draw_from_logits(logits.flatten(0, 1), numbers)
+        numbers = None if numbers is None else numbers.gather(1, tree.topology.depth)
+        if p is not None:
+            tokens, total = inverse_cdf(p, self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers)
+            return tokens, (total > 0) & (total < math.inf)
+        tokens, finite = self.draw_from_logits(logits.flatten(0, 1), None if numbers is None else numbers.flatten())
         return tokens.view_as(tree.tokens), finite.view_as(tree.tokens)
 
     def draw_from_logits(self, logits: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:

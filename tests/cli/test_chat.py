@@ -260,10 +260,10 @@ def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
         asked.append((str(source), quantization_config, device_map))
         return real(source, **options)
 
-    monkeypatch.setattr("specheads.models.named.quantization", lambda bits, dtype: (bits, dtype))
+    monkeypatch.setattr("specheads.models.named.quantization", lambda bits, dtype: bits)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     Models.load(str(shipped / "base"), device="cpu", quantize="8bit").choose(f"model:{small}")
-    how = ((8, torch.bfloat16), {"": torch.device("cpu")})  # the checkpoint's dtype
+    how = (8, {"": torch.device("cpu")})
     assert asked == [(str(shipped / "base"), *how), (str(small), *how)]
 
 

@@ -35,7 +35,7 @@ from specheads.decoding.drafters import (
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
-from specheads.decoding.loop import Step, decode
+from specheads.decoding.loop import decode
 from specheads.decoding.planner import (
     AdaptiveChain,
     BestFirstTree,
@@ -47,6 +47,7 @@ from specheads.decoding.planner import (
     comb,
 )
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.results import Step
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.hf_base import UnsupportedModel

@@ -20,9 +20,10 @@ from torch import Tensor
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.compiled import CompiledSteps
 from specheads.decoding.drafters import Drafter
-from specheads.decoding.loop import Step, decode
+from specheads.decoding.loop import decode
 from specheads.decoding.planner import chain
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.results import Step
 from specheads.decoding.verify.causal import Target
 
 # Steps that are not timed: the first is made on the host, the second may be compiled, and CUDA captures the next two.

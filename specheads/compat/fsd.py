@@ -25,8 +25,8 @@ from transformers import (
 from specheads.compat.patch import LENGTHS, DraftingGenerate, replace_generate
 from specheads.decoding.acceptance import Acceptance, Fuzzy
 from specheads.decoding.generation.generate import generate
-from specheads.decoding.loop import Step
 from specheads.decoding.planner import chain
+from specheads.decoding.results import Step
 from specheads.decoding.verify.hf_base import unwrapped
 
 LISTS = (

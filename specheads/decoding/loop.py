@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specheads.decoding.acceptance import Acceptance, Verdict
+from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, StepCompiler
 from specheads.decoding.compiled.graphs import DEFAULT_BACKEND
@@ -26,6 +25,7 @@ from specheads.decoding.probs.processors import ProcessorWatch
 from specheads.decoding.probs.randomness import DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
+from specheads.decoding.results import Gain, Step, TokenScores, divergences_of, scores_of
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, limit_rows, schedule_step
 from specheads.decoding.step import HostPart, Rows, step_after_draft, top_tokens
 from specheads.decoding.tree import DraftTree
@@ -34,36 +34,10 @@ from specheads.decoding.verify.verifier import Verifier
 
 Stop = Callable[..., int]  # see decode()
 
-TokenScores = list[list[tuple[Tensor, Tensor]]]  # per row and token: its raw logits and its processed scores (V,)
-
 # For benchmarks: called with the name of each part of the loop when that part ends: "prefill" (refills included), then
 # in every step "other", "draft", "verify" and "accept" (compiled, accepting is part of "verify", or the whole step is
 # one part, "step"). None, the default, costs one look-up a step.
 part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The result of one step. Step 0 is the prefill: one token a row, nothing drafted.
-
-    tokens: per row the tokens gained (none for a finished row); accepted: per row how many of them were drafted;
-    ranks: per row the rank of each accepted token among its siblings; drafted: per row the nodes below the root;
-    seconds: wall time; scores: per row and token its raw logits and processed scores (V,), if asked for.
-
-    If divergences were asked for, per row, where node 0 is the root and node i + 1 the i-th drafted one:
-    divergences[b][i] is the rule's D between draft and target at the parent of drafted node i (in a chain: at that
-    position; siblings share it; NaN if there is none), parents[b][i] that parent, path[b] the accepted nodes.
-    """
-
-    tokens: list[list[int]]
-    accepted: list[int]
-    ranks: list[list[int]]
-    drafted: list[int]
-    seconds: float
-    scores: TokenScores = field(default_factory=list)
-    divergences: list[list[float]] = field(default_factory=list)
-    parents: list[list[int]] = field(default_factory=list)
-    path: list[list[int]] = field(default_factory=list)
 
 
 def decode(
@@ -319,12 +293,12 @@ class _Loop:
             everywhere = logits.new_zeros(batch, logits.shape[1]).index_copy(0, rows, logits)
             processed = sampler.scores(everywhere, lambda: self.prompts, others).index_select(0, rows)
             root = sampler.draw(sampler.probs_of(processed), numbers)
+            sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
             scores = processed if self.keep_scores else None
         else:
             root, finite = sampler.draw_from_logits(logits, numbers)
             sampler.note_finite(finite)
             scores = sampler.scores(logits, list) if self.keep_scores else None
-        sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
         return root, scores
 
     def rows(self, depth: int) -> Rows:
@@ -335,11 +309,11 @@ class _Loop:
             numbers = self.sampler.token_numbers(self.count, depth + 1, most)
         return Rows(self.context.root, self.active, numbers, self.count)
 
-    def transfer(self, advance: Advance) -> _Gain:
+    def transfer(self, advance: Advance) -> Gain:
         """The step's only transfer to the host; appends the gained tokens to the text."""
         rows, width = advance.columns.tolist(), advance.following.shape[1]
         require_finite(all(row[-3] for row in rows))
-        gain = _Gain(
+        gain = Gain(
             tokens=[row[: row[-1]] for row in rows],
             ranks=[row[width + 1 : width + row[-1]] for row in rows],
             drafted=[row[-2] for row in rows],
@@ -348,7 +322,7 @@ class _Loop:
         self.context = self.context.extend(advance, gain.tokens, gain.ranks)
         return gain
 
-    def report(self, schedule: StepSchedule, gain: _Gain, scores: TokenScores, began: float) -> Step:
+    def report(self, schedule: StepSchedule, gain: Gain, scores: TokenScores, began: float) -> Step:
         """The Step for the caller: what each row gained up to where it stops. scores: of the gained tokens, if kept."""
         tokens = self.apply_stop(gain.tokens, scores)
         scores = [pairs[: len(row)] for pairs, row in zip(scores, tokens, strict=False)]
@@ -373,38 +347,6 @@ class _Loop:
     def room(self) -> int | list[int]:
         """The most new tokens: one number for all rows, or one a row if they differ."""
         return self.limits[0] if len(set(self.limits)) == 1 else self.limits
-
-
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    """Per row, on the host: the tokens gained, the sibling ranks of the accepted ones, and how many were drafted."""
-
-    tokens: list[list[int]]
-    ranks: list[list[int]]
-    drafted: list[int]
-
-
-def scores_of(verdict: Verdict, gain: _Gain) -> TokenScores:
-    """The scores of each row's gained tokens, from a verdict that kept them."""
-    levels = verdict.scores
-    return [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(gain.tokens)]
-
-
-def divergences_of(
-    tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]
-) -> dict[str, Any]:
-    """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
-    nans = torch.full(tree.tokens.shape, torch.nan)
-    by_slot = nans if verdict.divergences is None else verdict.divergences
-    divergences, parents, paths = [], [], []
-    rows = zip(by_slot.tolist(), tree.parents.tolist(), verdict.path.tolist(), active, accepted, strict=True)
-    for values, slot_parents, path, takes_part, count in rows:
-        drafted = [slot for slot, parent in enumerate(slot_parents) if parent >= 0 and takes_part]
-        number = {0: 0} | {slot: i for i, slot in enumerate(drafted, start=1)}
-        divergences.append([values[slot] for slot in drafted])
-        parents.append([number[slot_parents[slot]] for slot in drafted])
-        paths.append([number[slot] for slot in path[1 : count + 1]])
-    return {"divergences": divergences, "parents": parents, "path": paths}
 
 
 def end_prefill() -> None:

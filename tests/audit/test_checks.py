@@ -63,6 +63,19 @@ def test_random_ranks_are_uniform():
     assert checks.uniform_distance(ranks.sqrt()) > 1.95 / math.sqrt(5000)
 
 
+def test_z_is_standard_normal_for_a_right_server_and_below_for_one_that_is_too_hot():
+    generator = torch.Generator().manual_seed(1)
+    scores = 2 * torch.randn(40_000, V, generator=generator)
+
+    def z_of(temperature):
+        tokens = torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator).squeeze(-1)
+        return [checks.likelihood_z(*(part[i::100] for part in checks.likelihood(scores, tokens))) for i in range(100)]
+
+    right = torch.tensor(z_of(1.0))
+    assert abs(right.mean()) < 0.4 and 0.7 < right.std() < 1.3 and right.abs().max() < 4.5
+    assert torch.tensor(z_of(1.3)).mean() < -2
+
+
 def test_likelihood_has_its_exact_mean_and_variance():
     scores = torch.randn(1, V, generator=torch.Generator().manual_seed(0)).expand(V, V).clone()
     scores[:, 2] = -math.inf

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads.audit.bets import BET_NAMES
-from specheads.audit.clients.in_process import InProcess
+from specheads.audit.clients.client import InProcess
 from specheads.audit.evidence import tokens_to_find
 from specheads.audit.run import audit
 from specheads.audit.scoring import Scorer

@@ -197,3 +197,11 @@ def test_another_thread_that_asks_for_hidden_states_gets_all_of_them():
     assert_same_states(states(base), expected)
     with captures_of(base).installed():
         assert_same_states(states(base), expected)
+
+
+def test_a_forward_that_the_caller_compiled_has_its_hooks_before_it_is_traced(base):
+    base.forward = torch.compile(base.forward, backend="eager")
+    before = hooks(base)
+    with captures_of(base).installed():
+        assert all(layer._forward_hooks for layer in base.model.layers)
+    assert hooks(base) == before

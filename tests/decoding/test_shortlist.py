@@ -92,3 +92,5 @@ def test_not_a_number_is_noticed(chain):
     logits[2, 12_345] = torch.nan
     _, finite = Sampler(CHAINS[chain], do_sample=True).draw_from_logits(logits)
     assert finite.tolist() == [True, True, False, True, True]
+    logits[:1] = torch.nan  # of all columns
+    assert not Sampler(CHAINS[chain], do_sample=True).draw_from_logits(logits[:1])[1].any()

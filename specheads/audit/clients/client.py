@@ -1,9 +1,11 @@
-"""What an audit asks of a server."""
+"""What an audit asks of a server, and a server in this process: a model's own generate(), ours or transformers'."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from specheads.audit.settings import Settings
 
@@ -17,3 +19,28 @@ class Client(Protocol):
         """The tokens that the server writes after each prompt, the EOS included where it ended the text. Prompts of one
         call are asked for together, so that the server batches them."""
         ...
+
+
+class InProcess:
+    """model: a SpecModel or a transformers model; options: further arguments of its generate(), such as draft="head".
+    Draws from torch's global generator."""
+
+    def __init__(self, model: Any, name: str = "generate()", **options: Any) -> None:
+        if "seed" in options:
+            raise ValueError("a seed would repeat the same text in each request; call torch.manual_seed() instead")
+        self.model, self.name, self.options = model, name, options
+
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
+        """One call of generate(), padded on the left."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options = {**settings.generate_options(), "pad_token_id": 0, **self.options}
+        out = self.model.generate(ids, attention_mask=mask.to(ids.device), **options)
+        return [until_end(row, settings) for row in out[:, width:].tolist()]
+
+
+def until_end(tokens: list[int], settings: Settings) -> list[int]:
+    """The tokens up to the first EOS, which they include."""
+    end = next((i for i, token in enumerate(tokens) if token in settings.eos), len(tokens))
+    return tokens[: end + 1]

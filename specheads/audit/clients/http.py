@@ -7,6 +7,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +22,7 @@ class ServerError(OSError):
     """No answer, or one that an audit cannot use."""
 
 
-class HttpClient:
+class HttpClient(ABC):
     """Asks for all prompts of a call at once, one request each, so that the server batches them.
 
     url: with or without /v1. key: sent as a bearer token (default: the environment's OPENAI_API_KEY). retries: of a
@@ -41,13 +42,13 @@ class HttpClient:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
 
+    @abstractmethod
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
         """The request, with every sampler set, neutral ones too."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
         """The tokens of an answer, the EOS included."""
-        raise NotImplementedError
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to the request; ServerError after the last retry, or at once if a retry would not help."""
@@ -56,8 +57,11 @@ class HttpClient:
         for attempt in range(self.retries + 1):
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    answer: dict[str, Any] = json.load(reply)
+                    answer = json.load(reply)
+                if isinstance(answer, dict):
                     return answer
+                problem = f"its answer is no JSON object but {str(answer)[:60]}"
+                break
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code not in RETRIED:

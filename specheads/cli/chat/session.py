@@ -21,8 +21,8 @@ from specheads.decoding.acceptance import Acceptance, as_rule
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
-from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.results import Step
 from specheads.decoding.verify.hf_base import has_state, text_config
 from specheads.models.named import Models
 

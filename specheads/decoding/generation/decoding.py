@@ -25,10 +25,11 @@ from specheads.decoding.generation.warnings import (
     warn_of_slow_bfloat16,
     warn_past_limits,
 )
-from specheads.decoding.loop import Step, Stop, decode
+from specheads.decoding.loop import Stop, decode
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import Refill
+from specheads.decoding.results import Step
 from specheads.decoding.verify.model_inputs import ModelInputs
 from specheads.decoding.verify.seq2seq import Source, make_target, refuse_branching
 from specheads.decoding.verify.verifier import Verifier

@@ -35,10 +35,10 @@ from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2Se
 from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows
 from specheads.decoding.generation.stopping import Stopping, cut_row, gives_scores
 from specheads.decoding.generation.warnings import warn_of_holes, warn_of_right_padding
-from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.results import Step
 from specheads.decoding.verify.causal import Target
 from specheads.decoding.verify.hf_base import unwrapped
 from specheads.decoding.verify.model_inputs import CACHE_NAMES, ModelInputs, model_inputs

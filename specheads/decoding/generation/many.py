@@ -26,10 +26,10 @@ from specheads.decoding.generation.many_arguments import (
 )
 from specheads.decoding.generation.outputs import Statistics
 from specheads.decoding.generation.slots import SinglePrompt, Slot, SlotDecoder, prepare
-from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.processors import adapt, possibly_stateful
 from specheads.decoding.probs.randomness import row_seed, seeds_for
+from specheads.decoding.results import Step
 from specheads.decoding.verify.hf_base import text_config, unwrapped
 from specheads.decoding.verify.rope_switch import rope_switch
 from specheads.options import require_whole

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from specheads.decoding.loop import Step
+from specheads.decoding.results import Step
 
 
 class Statistics:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation.generate import generate
-from specheads.decoding.loop import Step, decode
+from specheads.decoding.loop import decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.results import Step
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.hf_base import text_config
 from specheads.decoding.verify.model_inputs import ModelInputs, input_device

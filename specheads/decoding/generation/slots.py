@@ -18,9 +18,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from specheads.decoding.generation.decoding import Decoding
 from specheads.decoding.generation.generate import call_hf_generate
 from specheads.decoding.generation.stopping import Stopping, gives_scores
-from specheads.decoding.loop import Step
 from specheads.decoding.probs.sampler import RowSampler
 from specheads.decoding.refill import NewRows
+from specheads.decoding.results import Step
 from specheads.decoding.verify.model_inputs import ModelInputs, input_device, model_inputs
 from specheads.decoding.verify.seq2seq import Source
 

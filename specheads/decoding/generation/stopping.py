@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
-from specheads.decoding.loop import Step
+from specheads.decoding.results import Step
 
 
 @dataclass

@@ -58,7 +58,7 @@ def load() -> None:
     from torch._inductor.codecache import CppCodeCache  # imports torch's compiler
 
     def announce(build: object) -> None:
-        logger.warning("building kernels for this processor: a minute at most, once; torch keeps them on disk")
+        logger.warning("building kernels for this processor: once, some 15 s on an idle core; torch keeps them on disk")
 
     # torch's key has the flags of the compiler, but not the processor for which "native" stands.
     source = f"// {torch.backends.cpu.get_cpu_capability()} {HAS_AMX=} {HAS_PAIRS=}\n{SOURCE.read_text()}"

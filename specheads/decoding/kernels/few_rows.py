@@ -1,6 +1,6 @@
 """Matrix products and attention with few rows on a CPU, by the operations of few_rows.cpp.
 
-The libraries behind torch take up to five times as long for few rows as it takes to read the matrix. In a block of
+The libraries behind torch take up to three times as long for few rows (docs/speed.md). In a block of
 `few_row_kernels`, linear layers call ours instead, in passes that run there and in graphs that are traced there. Sums
 are of float32, and a row's result is the same, bit for bit, whatever rows are beside it.
 """

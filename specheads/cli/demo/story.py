@@ -6,6 +6,7 @@ One run, in order: train_live() → save_pretrained() → show_elsewhere() → r
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -61,6 +62,7 @@ def tell(options: DemoOptions, out: Console) -> dict[str, Any]:
     """Run the demo, printing on `out`, and return its figures. `differing` lists texts that differ: should be empty.
 
     ValueError or OSError on bad input."""
+    torch.set_num_threads(1)  # the base is small: its threads only wait for one another, on a busy machine for minutes
     began = time.monotonic()
     hf_logging.disable_progress_bar()
     torch.manual_seed(SEED)
@@ -119,7 +121,7 @@ def show_elsewhere(head: Path, base: Path, prompt: str, out: Console) -> list[in
     words = f"--draft head --max-new-tokens {NEW_TOKENS} --dtype float32 --json".split()
     words = [str(head), "--base", str(base), "--prompt", prompt, *words]
     command = [sys.executable, "-m", "specheads", "generate", *words]
-    process = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if process.returncode:
         raise ValueError(f"the new process could not restore {head} (exit code {process.returncode})")
     record = json.loads(process.stdout)

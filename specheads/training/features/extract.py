@@ -117,12 +117,12 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses
             chosen = [splits[name][i] for i in rows]
             if (folder / file).exists():
                 _refuse_others(Shard(folder / file), chosen)
+                bar.update(len(rows))
             else:
                 with torch.autocast(state.device.type, dtype, enabled=dtype is not None):
-                    saved = passes.shard(chosen)
+                    saved = passes.shard(chosen, bar.update)
                 write(folder / file, saved)  # outside autocast, where float8 tensors can be concatenated
                 made += 1
-            bar.update(len(rows))
     return made
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,14 @@ class FeaturePasses:
         self.collator = Collator(index.pad_token_id)
         self.dtype = getattr(torch, index.dtype)
 
-    def shard(self, rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
-        """The saved rows, in the order given; passes batch rows of similar length."""
+    def shard(self, rows: Sequence[dict[str, list[int]]], done: Callable[[int], Any]) -> list[dict[str, Tensor]]:
+        """The saved rows, in the order given; passes batch rows of similar length. done(n): called after n rows."""
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
         saved: dict[int, dict[str, Tensor]] = {}
         for start in range(0, len(order), self.index.batch_size):
             batch = order[start : start + self.index.batch_size]
             saved |= zip(batch, self._pass([rows[i] for i in batch]), strict=True)
+            done(len(batch))
         return [saved[i] for i in range(len(rows))]
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import RMSNorm, copy_norm, final_norm
+from specheads.heads.layers.block import RMSNorm, copy_norm, final_norm, soften
 from specheads.heads.unrolled import FeatureConfig, FeatureHead
 from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary
 
@@ -96,10 +96,11 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         return [self.lm_head]
 
     def initialise(self, base: Any) -> None:
-        """Copy the base's lm_head and final norm. The rest starts at random, as published: starting the block from the
+        """Copy the base's lm_head and final norm, softened. The rest starts at random, as published: starting the block from the
         base's last layer, or fc as the identity on the highest tap, learns more slowly (docs/LOG.md)."""
         self.copy_output_rows(base)
         copy_norm(self.norm, final_norm(base))
+        soften(self.norm, base)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.fc_norm is not None:

@@ -33,7 +33,7 @@ from specheads.decoding.verify.hf_base import UnsupportedModel, layer_count, log
 from specheads.decoding.verify.masks import Reach, additive, visible
 from specheads.heads.base import TapBatch
 from specheads.heads.config import DecoderConfig
-from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed
+from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed, soften
 from specheads.heads.sampling import AnchoredBlocks
 from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary
 from specheads.losses.chunked import calls_of_all
@@ -169,6 +169,7 @@ class ParallelHead(DraftVocabulary):
 
     def initialise(self, base: Any) -> None:
         copy_norm(self.norm, final_norm(base))
+        soften(self.norm, base)
 
     def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
         if base is None and self.narrow:

@@ -245,6 +245,26 @@ def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:
             norm.weight.copy_(source(torch.ones_like(weight)))  # the norm of ones is the scale
 
 
+@torch.no_grad()
+def soften(norm: nn.Module, base: Any) -> None:
+    """Scale a copy of the base's final norm so that a head that starts at random is sure of nothing: the logits of
+    random directions get a standard deviation of at most 1.
+
+    With the norm as it is they have 3.6 beside Qwen2.5-0.5B: twice the loss of guessing, and four times the tokens to
+    learn as much (docs/LOG.md).
+    """
+    output = base.get_output_embeddings()
+    rows = None if output is None else output.weight
+    weight = getattr(norm, "weight", None)
+    if rows is None or weight is None or rows.is_meta or weight.is_meta or not rows.is_floating_point():
+        return
+    scale = norm(torch.ones_like(weight)).float()  # some models store it minus one
+    some = rows[:: max(1, len(rows) // 4096)].to(weight.device).float()
+    if some.shape[-1] == len(scale):
+        spread = (some * scale).square().sum(-1).mean().sqrt()
+        weight.add_((scale * (1 / spread.clamp_min(1) - 1)).to(weight.dtype))
+
+
 def final_norm(base: Any) -> nn.Module | None:
     """The norm after the base's last layer, under any of the names that models give it."""
     names = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm")

@@ -28,7 +28,7 @@ from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
 from specheads.decoding.verify.masks import Levels, additive, gather_nodes
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import final_norm, keep_committed
+from specheads.heads.layers.block import final_norm, keep_committed, soften
 from specheads.heads.mtp.config import MtpConfig
 from specheads.heads.mtp.target_layers import LayerCall, TargetLayers
 from specheads.heads.sampling import AnchoredStarts
@@ -136,13 +136,14 @@ class MtpHead(UnrolledHead):
             self.mtp[0].unrolled(hidden, hidden, hidden.new_zeros(1, 1, 1, 1), position, rotary, [])
 
     def initialise(self, base: Any) -> None:
-        """Copy the base's final norm, whose output its lm_head reads. The rest starts at random."""
+        """Copy the base's final norm, whose output its lm_head reads, softened. The rest starts at random."""
         norm = final_norm(base)
         assert norm is not None
         for module in self.mtp:
             weights = {n: t for n, t in norm.state_dict().items() if not t.is_meta}
             if self.config.final_norm and weights:
                 module.norm.load_state_dict(weights, strict=False)
+                soften(module.norm, base)
 
     def passes(self, length: int) -> float:
         n, steps = self.config.num_modules, self.config.steps

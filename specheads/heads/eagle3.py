@@ -96,8 +96,8 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         return [self.lm_head]
 
     def initialise(self, base: Any) -> None:
-        """Copy the base's lm_head and final norm, softened. The rest starts at random, as published: starting the block from the
-        base's last layer, or fc as the identity on the highest tap, learns more slowly (docs/LOG.md)."""
+        """Copy the base's lm_head and final norm, softened. The rest starts at random, as published: starting the block
+        from the base's last layer, or fc as the identity on the highest tap, learns more slowly (docs/LOG.md)."""
         self.copy_output_rows(base)
         copy_norm(self.norm, final_norm(base))
         soften(self.norm, base)

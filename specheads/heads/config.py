@@ -7,9 +7,11 @@ from typing import Any, ClassVar, Self
 
 from specheads.decoding.planner import STATIC_DEPTH, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import first_layer
+from specheads.decoding.verify.masks import Reach
 from specheads.decoding.verify.taps import refuse_missing_taps
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.rope import RotaryTable, check_rope, inherited_rope, refuse_overflow
+from specheads.heads.layers.windows import block_reaches, check_windows
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
 from specheads.options import refuse_unknown
@@ -107,6 +109,8 @@ class DecoderConfig(HeadConfig):
 
     rope_parameters: as in a transformers 5 config, with rope_type default, linear, llama3 or yarn. The option
     rope_theta alone means rope_type default with that theta.
+    sliding_window: positions that a block attends to, its own included; None: all. layer_types: 'sliding_attention' or
+      'full_attention' for each block (default: every block has the window, if there is one).
     """
 
     num_layers: int = 1
@@ -118,9 +122,12 @@ class DecoderConfig(HeadConfig):
     rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_windows(self.kind, self.sliding_window, self.layer_types, self.num_blocks)
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads and shared and heads % shared:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
@@ -132,6 +139,15 @@ class DecoderConfig(HeadConfig):
                 refuse_overflow(self.head_dim or 2, self.rope_parameters)
             except ValueError as error:
                 raise ValueError(f"{self.kind} head option rope_parameters: {error}") from error
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """How far back each block looks."""
+        return block_reaches(self.sliding_window, self.layer_types, self.num_blocks)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:

@@ -6,7 +6,7 @@ import torch
 from specheads.data.datasets import Collator, pack
 from specheads.losses.metrics import accepted_length
 from specheads.losses.targets import ENDED
-from tests.reference.slow_heads import KINDS, SLOW, rows
+from tests.reference.slow_heads import KINDS, SLOW, WINDOWED, rows
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
 
@@ -32,6 +32,7 @@ HEADS = [
     ("parallel", {"confidence": True, "draft_vocab_size": 40}),
     ("parallel", {"sample_from_anchor": False, "block_size": 4, "causal": False, "mask_token_id": 5, "markov_rank": 0}),
     ("parallel", {"sample_from_anchor": False, "block_size": 4, "confidence": True}),
+    *WINDOWED,
 ]
 
 
@@ -108,16 +109,16 @@ def test_the_loss_mask_is_indexed_by_the_predicted_token(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"),
+    ("kind", "family", "options"),
     # Each way of reaching back: to the start, to a window, and by layer to the start, a window or a chunk.
     [
-        *((kind, "Llama") for kind in KINDS),
-        ("mtp", "Ministral"), ("mtp", "DeepSeek-V3"),
-        ("medusa", "Mistral"), ("medusa", "Gemma-2"), ("medusa", "Llama-4"),
+        *((kind, "Llama", {"prefix_layer": True} if kind == "hydra" else {}) for kind in KINDS),
+        ("mtp", "Ministral", {}), ("mtp", "DeepSeek-V3", {}),
+        ("medusa", "Mistral", {}), ("medusa", "Gemma-2", {}), ("medusa", "Llama-4", {}),
+        *((kind, "Llama", options) for kind, options in WINDOWED),
     ],
 )  # fmt: skip
-def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
-    options = {"prefix_layer": True} if kind == "hydra" else {}
+def test_packed_documents_give_the_loss_of_separate_ones(kind, family, options):
     model = spec_model(kind, build(*FAMILIES[family]), **options).eval()
     data = rows(14, 5, 19)  # the longer ones reach past a window or chunk of 8
     packed = pack(data, 38)

@@ -6,7 +6,7 @@ parallel head's block, H hidden, d head size, s earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,9 @@ from specheads.decoding.planner import Plan
 from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import decoder_of
-from specheads.decoding.verify.masks import additive, gather_nodes
+from specheads.decoding.verify.masks import Reach, additive, gather_nodes
 from specheads.heads.layers.rope import RotaryTable, rotate
+from specheads.heads.layers.windows import for_each_block
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
@@ -157,18 +158,18 @@ class ContextBlock(DecoderBlock):
         return self.finish(F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask), hidden)
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T) document ids → (B, 1, T, T) additive mask: causal within each document."""
+def document_mask(documents: Tensor) -> Tensor:
+    """(B, T) document ids → (B, T, T) bool: causal within each document."""
     column = torch.arange(documents.shape[1], device=documents.device)
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return additive(same & (column <= column.unsqueeze(1)), dtype)
+    return same & (column <= column.unsqueeze(1))
 
 
-def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
-    """An `Attend` over a head's own cache; mask None: causal over the pass itself."""
+def attend_with(cache: TreeCache, masks: Sequence[Tensor | None]) -> Attend:
+    """An `Attend` over a head's own cache. masks: of each block; None: causal over the pass itself."""
 
     def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        return block.cached(x, residual, rotary, cache, i, mask)
+        return block.cached(x, residual, rotary, cache, i, masks[i])
 
     return attend
 
@@ -198,19 +199,24 @@ def keep_committed(
 
 
 def read_committed(
-    context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    context: Context, plan: Plan, hidden: Tensor, reaches: Sequence[Reach], rotary: RotaryTable,
     run: Callable[[Attend, Tensor], Tensor],
 ) -> tuple[Tensor, TreeCache]:  # fmt: skip
-    """Run the head on the positions committed since the last proposal, hidden (B, P, H).
+    """Run the head on the positions committed since the last proposal, hidden (B, P, H). reaches: of each block.
 
     Returns the result of run(attend, positions (B, P)), and the head's own cache, which now has their keys and values.
     """
 
     def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:
-        mask = None if fresh else additive(cache.positions <= position.unsqueeze(-1), hidden.dtype)
-        return run(attend_with(cache, mask), position)
+        query, key = position.unsqueeze(-1), position.unsqueeze(1) if fresh else cache.positions
 
-    return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, num_layers, rotary, write)
+        def mask(reach: Reach) -> Tensor | None:
+            whole = fresh and reach.covers(position.shape[1])
+            return None if whole else additive((key <= query) & reach(query, key), hidden.dtype)
+
+        return run(attend_with(cache, for_each_block(reaches, mask)), position)
+
+    return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, len(reaches), rotary, write)
 
 
 def copy_layer(block: DecoderBlock, layer: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -191,7 +192,7 @@ class FeatureHead(UnrolledHead):
                 seen = seen.gather(1, column.unsqueeze(2).expand(-1, -1, length))
                 whole = additive(seen, hidden.dtype)
                 hidden = hidden if anchored.depth == 0 else gather_nodes(hidden, column)
-            masks = for_each_block(reaches, lambda reach, s=s: mask_of(reach, s))
+            masks = for_each_block(reaches, partial(mask_of, step=s))
             following = gather_nodes(embedded, (column + s + 1) % length)
             outputs.append(self(attend, following, hidden, position + s))
             hidden = self.next_hidden(outputs[-1])

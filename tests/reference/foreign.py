@@ -147,10 +147,10 @@ def rotated(x, position, rope=PLAIN):
 class Attention:
     """One layer that remembers keys and values of the chain so far."""
 
-    def __init__(self, tensors, prefix, rope=PLAIN):
+    def __init__(self, tensors, prefix, rope=PLAIN, window=None):
         self.w = {m: tensors[f"{prefix}self_attn.{m}_proj.weight"] for m in "qkvo"}
         self.b = {m: tensors.get(f"{prefix}self_attn.{m}_proj.bias", 0) for m in "qkvo"}
-        self.rope = rope
+        self.rope, self.window = rope, window
         self.keys, self.values, self.length = [], [], 0
 
     def __call__(self, x):
@@ -163,6 +163,8 @@ class Attention:
         keys, values = torch.cat(self.keys, 1)[0], torch.cat(self.values, 1)[0]  # one KV head for all
         scores = rotated(heads["q"], position, self.rope) @ keys.T / HEAD_DIM**0.5
         seen = torch.arange(self.length) <= position.unsqueeze(1)
+        if self.window is not None:
+            seen &= torch.arange(self.length) > position.unsqueeze(1) - self.window
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T + self.b["o"]
 
@@ -172,14 +174,19 @@ def mlp(tensors, prefix, x):
     return (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
 
 
-def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN, later=(), output=None):
+def eagle3_logits(
+    tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN, later=(), output=None, windows=()
+):
     """Draft logits (Vd,) after the root, and after each drafted token.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
     (T + 1,): those and the root; flags: those of the config that are true; rope: its positions; later: how the names
-    of further blocks begin; output: the base's output matrix (V, H), where the head has none.
+    of further blocks begin; output: the base's output matrix (V, H), where the head has none; windows: how many
+    positions each block attends, its own included, None for all.
     """
-    attend, more = Attention(tensors, prefix, rope), [(each, Attention(tensors, each, rope)) for each in later]
+    first, *others = windows or [None] * (1 + len(later))
+    attend = Attention(tensors, prefix, rope, first)
+    more = [(each, Attention(tensors, each, rope, size)) for each, size in zip(later, others, strict=True)]
     output = tensors.get("lm_head.weight", output)
     features = [states[i] for i in layers]
     if "fc_norm" in flags:

@@ -24,6 +24,7 @@ from specheads.models.formats.format import Format, check_embeddings, count, emb
 from specheads.models.formats.keys.config_table import flag
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import OLDER, vllm
 
 
@@ -102,7 +103,7 @@ class Eagle(Format):
             wrong.append(f"it has {head.num_layers} decoder layers, and only one is known to be read correctly")
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
-        return wrong + self.positions.refusals(head)
+        return wrong + self.positions.refusals(head) + window_refusals(head, readers=False)
 
     def config(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # vLLM reads "bias" as that of attention; refusals() lets only a zero bias of fc get here.

@@ -30,6 +30,7 @@ from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.layer_ids import TABLE
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
+from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, trtllm_yaml, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -78,7 +79,8 @@ class Eagle3(Format):
     """takes_layers: supports several decoder blocks, named as here. takes_biases: supports biases in the block.
     takes_taps: can read layers other than the usual three. needs_three_taps: must read exactly three layers. last: the
     families of which its readers capture the last layer's output before the final norm; None: of all. norms: the
-    supported options that move a norm. positions: the scaled rotary positions it supports."""
+    supported options that move a norm. takes_windows: supports sliding windows. positions: the scaled rotary positions
+    it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
@@ -94,6 +96,7 @@ class Eagle3(Format):
     needs_three_taps: bool = False
     last: Collection[str] | None = ()
     norms: Collection[str] = ()
+    takes_windows: bool = False
     positions: Positions = USUAL
 
     def recognises(self, files: Files) -> bool:
@@ -130,7 +133,8 @@ class Eagle3(Format):
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
         if self.engine == "llamacpp":
             wrong += layer_ids.llamacpp_refusals(base)
-        return [reason for reason in wrong + self.positions.refusals(head) if reason]
+        wrong += self.positions.refusals(head) + window_refusals(head, self.takes_windows)
+        return [reason for reason in wrong if reason]
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         assert head.taps
@@ -293,7 +297,8 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
     ),
     Eagle3(
         "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
-        takes_layers=True, takes_biases=True, last=None, norms=tuple(NORMS.values()), positions=EVERY,
+        takes_layers=True, takes_biases=True, last=None, norms=tuple(NORMS.values()), takes_windows=True,
+        positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
@@ -302,8 +307,11 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
   --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
+
+SGLang has the window of an EAGLE-3 head on its command line alone, and counts the positions before the token: if
+config.json has a `sliding_window` of w, add `--speculative-draft-window-size` w − 1.
 """,
-        last=layer_ids.SGLANG_LAST, norms=_SERVED_NORMS, positions=SGLANG,
+        last=layer_ids.SGLANG_LAST, norms=_SERVED_NORMS, takes_windows=True, positions=SGLANG,
     ),
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\

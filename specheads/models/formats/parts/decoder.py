@@ -13,8 +13,8 @@ from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
-from specheads.models.formats.keys.config_table import flag, quoted, real, whole
-from specheads.models.formats.parts import positions
+from specheads.models.formats.keys.config_table import flag, real, whole
+from specheads.models.formats.parts import positions, windows
 from specheads.options import shown
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -44,8 +44,9 @@ def block_options(
     """
     usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
     hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
+    if config is not files.config:
+        windows.refuse_at_top(files, layers)
     for section in (files.config, config):  # the same one, unless the decoder's is nested
-        _refuse_windows(files, section)
         if (target := section.get("target_hidden_size")) not in (None, hidden):
             raise CheckpointError(
                 f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); "
@@ -69,26 +70,8 @@ def block_options(
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
         "rope_parameters": positions.read_rope(files, config),
         "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
+        **windows.read_windows(files, config, layers),
     }  # fmt: skip
-
-
-def _refuse_windows(files: Files, config: dict[str, Any]) -> None:
-    """CheckpointError if a config says that a layer may attend to a window only, which none here does."""
-    kinds, used, window = (config.get(name) for name in ("layer_types", "use_sliding_window", "sliding_window"))
-    whole_text = isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds)
-    if kinds is not None and not whole_text:
-        claim = f"layer_types={quoted(kinds)}"
-    elif used not in (None, False):
-        claim = f"use_sliding_window={quoted(used)}"
-    elif window is not None and used is None and not whole_text:
-        claim = f"sliding_window={quoted(window)}, and nothing says that no layer has it"
-    else:
-        return
-    raise CheckpointError(
-        f"{files}: its config says {claim}; layers of heads here have full attention, with which such a head would "
-        "draft worse in long texts, so it is not read yet. If its layers do have full attention, write "
-        '"use_sliding_window": false, without layer_types'
-    )
 
 
 def zero_biases(files: Files, config: dict[str, Any], head: DecoderConfig) -> dict[str, Tensor]:
@@ -125,7 +108,7 @@ def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrain
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
         "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
-        **positions.rope_keys(head),
+        **positions.rope_keys(head), **windows.window_keys(head),
         "max_position_embeddings": getattr(base_config, "max_position_embeddings", None) or 2048,
         "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors), **biases,
         **{name: value for name, value in ids.items() if value is not None},

@@ -21,9 +21,9 @@ DEFAULTS = {
 # Windows that hold fewer positions than a text or a draft, in all blocks or in one.
 WINDOWED = [
     ("hydra", {"prefix_layer": True, "sliding_window": 3}),
-    ("eagle", {"sliding_window": 2, "steps": 3}),
-    ("eagle3", {"sliding_window": 2, "num_layers": 2, "layer_types": ("full_attention", "sliding_attention")}),
-    ("eagle3", {"sliding_window": 1}),
+    ("eagle", {"sliding_window": 1, "steps": 3}),
+    ("eagle3", {"sliding_window": 1, "num_layers": 2, "layer_types": ("full_attention", "sliding_attention")}),
+    ("eagle3", {"sliding_window": 3}),
     ("mtp", {"sliding_window": 3}),
     ("mtp", {"sliding_window": 2, "num_modules": 2}),
     ("parallel", {"sliding_window": 4}),

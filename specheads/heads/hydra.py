@@ -51,7 +51,7 @@ class HydraConfig(DecoderConfig, MedusaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {*vars(DecoderConfig)["__annotations__"]} - {*vars(MedusaConfig)["__annotations__"]}
-        if not self.prefix_layer and (sizes := sorted(name for name in own if getattr(self, name))):
+        if not self.prefix_layer and (sizes := sorted(n for n in own if getattr(self, n) != getattr(HydraConfig, n))):
             raise ValueError(f"hydra head options {sizes} are sizes of the prefix layer: give prefix_layer=true too")
 
     @property

@@ -65,9 +65,14 @@ class UnrolledConfig(HeadConfig, ABC):
 
 @dataclass(frozen=True)
 class FeatureConfig(DecoderConfig, UnrolledConfig, ABC):
-    """Options of a FeatureHead."""
+    """Options of a FeatureHead. qk_norm: its blocks are Qwen3's, with norms on queries and keys."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
+
+    qk_norm: bool = False
+
+    def block_sizes(self) -> dict[str, Any]:
+        return {**super().block_sizes(), "qk_norm": self.qk_norm}
 
 
 class UnrolledHead(DraftHead):

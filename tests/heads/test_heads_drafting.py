@@ -5,7 +5,7 @@ import torch
 
 from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
 from specheads.decoding.tree import DraftTree
-from tests.reference.foreign_rope import SCALED
+from tests.reference.foreign_rope import PARTIAL, SCALED
 from tests.reference.slow_heads import KINDS, WINDOWED, taps
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.prompts import PROMPTS, padded
@@ -63,7 +63,7 @@ class Forced:
         ("parallel", {"rope_parameters": SCALED["llama3"]}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
-        *WINDOWED,
+        ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "rope_parameters": PARTIAL}), *WINDOWED,
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)

@@ -10,6 +10,7 @@ from tests.reference.slow_heads import KINDS, SLOW, WINDOWED, rows
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
 
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 # What their losses are compared on.
 HEADS = [
     ("medusa", {}),
@@ -22,6 +23,8 @@ HEADS = [
     ("eagle3", {}),
     ("eagle3", {"norm_features": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": False, "num_layers": 2}),
+    ("eagle3", {"qk_norm": True, "hidden_act": "gelu"}),
+    ("eagle", {"qk_norm": True, "num_layers": 2, "hidden_act": "gelu_pytorch_tanh", "rope_parameters": PARTIAL}),
     ("mtp", {}),
     ("mtp", {"num_modules": 3}),
     ("mtp", {"num_modules": 2, "hidden_first": True, "norm_output": False}),

@@ -84,9 +84,16 @@ def rotation(size, position, theta):
     return matrix
 
 
-def rotate(x, position, theta=10_000.0):
-    """RoPE of one head's vector (d,)."""
-    return rotation(len(x), position, theta).to(x) @ x
+def rotate(x, position, theta=10_000.0, share=1.0):
+    """RoPE of one head's vector (d,), or of this share of it alone, the first values."""
+    width = int(len(x) * share)
+    return torch.cat([rotation(width, position, theta).to(x) @ x[:width], x[width:]])
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()), "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_pytorch_tanh": lambda x: x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+}  # fmt: skip
 
 
 def window_of(config, layer=0):
@@ -95,10 +102,15 @@ def window_of(config, layer=0):
     return config.sliding_window if slides else None
 
 
-def block_output(w, inputs, residuals, positions, heads=4, shared=2, window=None):
+def block_output(w, inputs, residuals, positions, heads=4, shared=2, window=None, act="silu", share=1.0):
     """The output (H,) of the last of a list of rows that attend causally: plain attention over a short sequence.
 
-    window: how many positions it attends, its own included; None: all."""
+    window: how many positions it attends, its own included; None: all. act: of the MLP; share: of a head, rotated. With
+    norms on queries and keys if it has any."""
+
+    def turned(x, norm, position):
+        return rotate(rms_norm(x, w[norm]) if norm in w else x, position, share=share)
+
     if window is not None:
         near = [n for n, position in enumerate(positions) if position > positions[-1] - window]
         inputs, residuals, positions = ([each[n] for n in near] for each in (inputs, residuals, positions))
@@ -108,16 +120,16 @@ def block_output(w, inputs, residuals, positions, heads=4, shared=2, window=None
     for h in range(heads):
         kv = h // (heads // shared)
         part = slice(kv * size, (kv + 1) * size)
-        query = rotate(q[h * size : (h + 1) * size], positions[-1])
+        query = turned(q[h * size : (h + 1) * size], "q_norm.weight", positions[-1])
         scores, values = [], []
         for x, position in zip(inputs, positions, strict=True):
-            scores.append(query @ rotate((w["k_proj.weight"] @ x)[part], position) / math.sqrt(size))
+            scores.append(query @ turned((w["k_proj.weight"] @ x)[part], "k_norm.weight", position) / math.sqrt(size))
             values.append((w["v_proj.weight"] @ x)[part])
         weights = torch.stack(scores).softmax(0)
         mixed.append(sum(a * v for a, v in zip(weights, values, strict=True)))
     hidden = residuals[-1] + w["o_proj.weight"] @ torch.cat(mixed)
     x = rms_norm(hidden, w["post_attention_layernorm.weight"])
-    return hidden + w["down_proj.weight"] @ (F.silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
+    return hidden + w["down_proj.weight"] @ (ACTIVATIONS[act](w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
 
 
 def block_weights(head, prefix="blocks.0."):
@@ -135,9 +147,11 @@ def stack_output(head, inputs, residuals, positions):
             norm = head.later_norms[layer - 1].weight
             inputs, residuals = [rms_norm(x, norm) for x in outputs], outputs
         ends = range(len(inputs)) if layer + 1 < head.config.num_layers else [len(inputs) - 1]
-        window = window_of(head.config, layer)
+        config, window = head.config, window_of(head.config, layer)
+        form = {"act": config.hidden_act, "share": config.rope_parameters.get("partial_rotary_factor", 1.0)}
         outputs = [
-            block_output(w, inputs[: n + 1], residuals[: n + 1], positions[: n + 1], window=window) for n in ends
+            block_output(w, inputs[: n + 1], residuals[: n + 1], positions[: n + 1], window=window, **form)
+            for n in ends
         ]
     return outputs[-1]
 

@@ -7,6 +7,7 @@ parallel head's block, H hidden, d head size, s earlier steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,14 +36,24 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+# Of the MLP's gate, by transformers' names.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
+
+
 class DecoderBlock(nn.Module):
-    """One decoder layer whose attention may read a wider input than its residual stream."""
+    """One decoder layer whose attention may read a wider input than its residual stream. qk_norm: Qwen3's norms on each
+    head's queries and keys."""
 
     def __init__(
         self, *, hidden_size: int, input_size: int, intermediate_size: int, num_heads: int, num_key_value_heads: int,
         head_dim: int, rms_norm_eps: float, attention_bias: bool = False, mlp_bias: bool = False,
+        hidden_act: str = "silu", qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.activation = ACTIVATIONS[hidden_act]
+        self.q_norm, self.k_norm = (RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity() for _ in range(2))
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         wide, narrow = num_heads * head_dim, num_key_value_heads * head_dim
         self.q_proj = nn.Linear(input_size, wide, bias=attention_bias)
@@ -64,8 +75,8 @@ class DecoderBlock(nn.Module):
         if columns is not None:
             asking = gather_nodes(x, columns)
             turned = tuple(gather_nodes(each.squeeze(1), columns).unsqueeze(1) for each in rotary)  # type: ignore[assignment]
-        q = self.q_proj(asking).view(batch, asking.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        q = self.q_norm(self.q_proj(asking).view(batch, asking.shape[1], self.num_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
         return rotate(q, *turned), rotate(k, *rotary), v
 
@@ -73,7 +84,7 @@ class DecoderBlock(nn.Module):
         """Attention output (B, heads, T, d) and residual (B, T, H) → the block's output (B, T, H)."""
         hidden = residual + self.o_proj(attended.transpose(1, 2).flatten(2))
         x = self.post_attention_layernorm(hidden)
-        return hidden + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return hidden + self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
     def cached(
         self,
@@ -132,11 +143,10 @@ class ContextBlock(DecoderBlock):
 
     def __init__(self, *, hidden_size: int, head_dim: int, rms_norm_eps: float, **sizes: Any) -> None:
         super().__init__(
-            hidden_size=hidden_size, input_size=hidden_size, head_dim=head_dim, rms_norm_eps=rms_norm_eps, **sizes
-        )
+            hidden_size=hidden_size, input_size=hidden_size, head_dim=head_dim, rms_norm_eps=rms_norm_eps,
+            qk_norm=True, **sizes,
+        )  # fmt: skip
         self.input_layernorm = RMSNorm(hidden_size, eps=rms_norm_eps)
-        self.q_norm = RMSNorm(head_dim, eps=rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, eps=rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A context or the normed input of a block (B, T, H) → keys and values (B, kv heads, T, d)."""

@@ -67,12 +67,12 @@ class SpeculatorsEagle3(Format):
         return eagle3.translate_shared(files, head, base, table(files.config, _BLOCK))
 
     def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        return list(filter(None, [refusal_reason(head.taps or (), base)]))
+        return list(filter(None, [refusal_reason(head.taps or (), base), *eagle3.qwen3_bias_refusals(head)]))
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         norms = {theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}
-        layers = {KEY: boundaries(head.taps or (), base)}
-        return _config("Eagle3", head, tensors, base, {**norms, "embed_requires_grad": False, **layers}, "llama")
+        layers, block = {KEY: boundaries(head.taps or (), base)}, "qwen3" if head.qk_norm else "llama"
+        return _config("Eagle3", head, tensors, base, {**norms, "embed_requires_grad": False, **layers}, block)
 
     def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
         return super().rename(head, tensors, base) | vocabulary.offsets(tensors)

@@ -20,7 +20,7 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
 from specheads.models.formats.keys.config_table import flag, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_config, block_names, block_options
+from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
 from specheads.models.formats.parts.windows import causal_refusals, slots_causal
 from specheads.options import shown
@@ -112,7 +112,8 @@ class Parallel(Format):
             wrong.append("its attention has biases, which its readers do not have")
         if self.engine == "llamacpp":
             wrong += layer_ids.llamacpp_refusals(base)
-        wrong += self.positions.refusals(head) + scaled_embeddings(base) + causal_refusals(head, self.takes_windows)
+        wrong += self.positions.refusals(head) + scaled_embeddings(base)
+        wrong += act_refusals(head) + causal_refusals(head, self.takes_windows)
         if head.mlp_bias:
             wrong.append("its decoder has biases in the MLP, which Qwen3's lacks")
         return [reason for reason in wrong if reason]

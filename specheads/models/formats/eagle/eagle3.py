@@ -27,19 +27,20 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embeddings_of, output_matrix
 from specheads.models.formats.keys.config_table import agreed, architectures, flag, refusal, table, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.layer_ids import TABLE
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, trtllm_yaml, vllm
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURE, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 # Flags that move a norm, at the top and in the table → the option of heads here.
 NORMS = {
     "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "fc_norm": "norm_features",
     "norm_output": "norm_output",
 }  # fmt: skip
 INSIDE = {"norm_before_fc": "norm_before_fc", "return_hidden_post_norm": "norm_output"}
+_OLDER_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")  # of fc_norm, with use_aux_norm
 _SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # the NORMS that SGLang and TensorRT-LLM support
 # Name prefix of decoder block 0 → that of a later block. "midlayer.0.": ModelOpt's Megatron exporter, several blocks.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
@@ -58,10 +59,15 @@ def tensor_names(head: Eagle3Config, first: str, stored: Collection[str] = ()) -
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
         assert head.taps
-        names |= {name: name for name in (f"fc_norm.{i}.weight" for i in range(len(head.taps)))}
+        norms = [f"fc_norm.{i}.weight" for i in range(len(head.taps))]
+        older = len(norms) == len(_OLDER_NORMS) and _OLDER_NORMS[0] in stored
+        names |= dict(zip(norms, _OLDER_NORMS if older else norms, strict=True))
     if head.norm_before_fc:
         names["input_norm.weight"] = "input_norm.weight"
     names |= block_names(head, 0, first)
+    for i in range(head.num_layers if head.qk_norm else 0):
+        theirs = _BLOCKS[first].format(i) if i else first
+        names |= {f"blocks.{i}.{norm}.weight": f"{theirs}self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
     for i in range(1, head.num_layers):
         later = _BLOCKS[first].format(i)
         other = f"{later}hidden_norm.weight" in stored and f"{later}input_layernorm.weight" not in stored
@@ -84,7 +90,7 @@ class Eagle3(Format):
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
-    classes: ClassVar[str] = r"\w*Llama\w*"
+    classes: ClassVar[str] = rf"\w*Llama\w*|{QWEN3}"
     engine: str
     title: str
     versions: str
@@ -133,6 +139,11 @@ class Eagle3(Format):
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
         if self.engine == "llamacpp":
             wrong += layer_ids.llamacpp_refusals(base)
+        if head.qk_norm and self.engine != "vllm":
+            wrong.append(
+                "its blocks are Qwen3's, with norms on queries and keys (qk_norm), and its readers' are Llama's"
+            )
+        wrong += qwen3_bias_refusals(head) + act_refusals(head)
         wrong += self.positions.refusals(head) + window_refusals(head, self.takes_windows)
         return [reason for reason in wrong if reason]
 
@@ -144,6 +155,8 @@ class Eagle3(Format):
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), **top, **dict.fromkeys(norms, True),
         }  # fmt: skip
+        if head.qk_norm:
+            config |= {"architectures": [QWEN3], "model_type": "qwen3", "attention_bias": head.attention_bias}
         if self.engine == "trtllm":
             inner |= {theirs: True for theirs, ours in INSIDE.items() if ours in norms.values()}
         if inner:
@@ -216,7 +229,9 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
     norms = _read_norms(files, config, layers)
-    options = block_options(files, block, base, layers)
+    names = architectures(config) if block is config else []
+    kind = "qwen3" if QWEN3 in names or (block is not config and block.get("model_type") == "qwen3") else "llama"
+    options = {**block_options(files, block, base, layers, kind), "qk_norm": kind == "qwen3"}
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
@@ -224,6 +239,13 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     if (claimed := whole(config, "num_aux_hidden_states", len(taps))) != len(taps):
         raise CheckpointError(f"{files}: num_aux_hidden_states={claimed}, and it reads hidden_states {list(taps)}")
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
+
+
+def qwen3_bias_refusals(head: Eagle3Config) -> list[str]:
+    """Why vLLM does not read the biases of Qwen3's block; [] if there are none."""
+    if head.qk_norm and (head.attention_bias or head.mlp_bias):
+        return ["its blocks are Qwen3's with biases, and vLLM drops that of o_proj and has none in the MLP"]
+    return []
 
 
 def translate_shared(
@@ -274,6 +296,8 @@ def _read_norms(files: Files, config: dict[str, Any], layers: int) -> dict[str, 
 
 
 def _norm(files: Files, config: dict[str, Any], inner: dict[str, Any], theirs: str, ours: str) -> bool:
+    if theirs == "fc_norm" and flag(config, "use_aux_norm"):  # SGLang's older spelling
+        return True
     values = {theirs: flag(config, theirs)} if config.get(theirs) is not None else {}
     for name, option in INSIDE.items():
         if option == ours and inner.get(name) is not None:

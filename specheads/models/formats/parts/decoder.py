@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads.config import DecoderConfig
+from specheads.heads.layers.block import ACTIVATIONS
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
@@ -56,8 +57,8 @@ def block_options(
         raise CheckpointError(
             f"{files}: its decoder is of type {shown(model_type)}; such heads here have {kind}'s block"
         )
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have silu")
+    if (act := config.get("hidden_act", "silu")) not in (*ACTIVATIONS,):
+        raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have {', '.join(ACTIVATIONS)}")
     check_sizes(files, {"hidden_size": hidden, "vocab_size": vocab}, base)
     if (claimed := whole(config, "num_hidden_layers", layers)) != layers:
         raise CheckpointError(f"{files}: its config says {claimed} decoder layers, and its tensors make up {layers}")
@@ -70,7 +71,7 @@ def block_options(
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
         "rope_parameters": positions.read_rope(files, config),
         "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
-        **windows.read_windows(files, config, layers),
+        "hidden_act": act, **windows.read_windows(files, config, layers),
     }  # fmt: skip
 
 
@@ -97,6 +98,13 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
     return every or three
 
 
+def act_refusals(head: DecoderConfig) -> list[str]:
+    """Why servers do not read a head's activation; [] if they do."""
+    if head.hidden_act == "silu":
+        return []
+    return [f"its activation is {head.hidden_act}, and its readers have silu"]
+
+
 def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
     """The Llama config of a head's decoder, with every size given explicitly."""
     base_config, biases = text_config(base), {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
@@ -107,7 +115,7 @@ def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrain
         "model_type": "llama", "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
-        "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
+        "intermediate_size": head.intermediate_size, "hidden_act": head.hidden_act, "rms_norm_eps": head.rms_norm_eps,
         **positions.rope_keys(head), **windows.window_keys(head),
         "max_position_embeddings": getattr(base_config, "max_position_embeddings", None) or 2048,
         "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors), **biases,

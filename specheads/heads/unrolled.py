@@ -9,6 +9,7 @@ row, k nodes of a level.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -135,6 +136,11 @@ class FeatureHead(UnrolledHead):
         self.blocks = nn.ModuleList(config.block(input_size if i == 0 else size) for i in range(config.num_layers))
         self.later_norms = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(1, config.num_layers))
         self.rotary = config.rotary()
+        self.embed_tokens: nn.Embedding | None = None  # of the head's own; None: the base's
+
+    def embed(self, tokens: Tensor, base_embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Tokens (B, T) → their embeddings (B, T, H) in the head's dtype."""
+        return (base_embed if self.embed_tokens is None else self.embed_tokens)(tokens).to(self.dtype)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -163,7 +169,7 @@ class FeatureHead(UnrolledHead):
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
-        embedded = batch.embed(batch.tokens).to(self.dtype)
+        embedded = self.embed(batch.tokens, batch.embed)
         self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
         seen, position, first = document_mask(batch.documents), batch.position_ids, batch.position_ids.unsqueeze(1)
         length = position.shape[1]
@@ -207,7 +213,7 @@ class FeatureHead(UnrolledHead):
         target = context.target
         dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         # First the positions committed since the last proposal, with the target's features.
-        fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
+        fused, embedded = self.fuse(context.features.to(dtype)), self.embed(context.following, target.embed)
         hidden, cache = read_committed(
             context, plan, fused, self.config.reaches, self.rotary,
             lambda attend, position: self(attend, embedded, fused, position),
@@ -222,7 +228,7 @@ class FeatureHead(UnrolledHead):
                 levels.next_level(parents)
                 attend, embedded = (
                     attend_with(cache, for_each_block(reaches, levels.mask)),
-                    target.embed(tokens).to(dtype),
+                    self.embed(tokens, target.embed),
                 )
                 level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
             return ChildLogits(self.draft_logits(level, 0, target.lm_head), ids)

@@ -63,7 +63,8 @@ class Forced:
         ("parallel", {"rope_parameters": SCALED["llama3"]}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
-        ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "rope_parameters": PARTIAL}), *WINDOWED,
+        ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "rope_parameters": PARTIAL, "own_embeddings": True}),
+        *WINDOWED,
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)

@@ -200,7 +200,7 @@ def test_a_foreign_head_is_read_beside_its_base_or_the_bases_config(base, tmp_pa
 # --- What no head here can hold ---
 
 
-@pytest.mark.parametrize("name", ["use_mrope", "embed_requires_grad"])
+@pytest.mark.parametrize("name", ["use_mrope", "add_para_norm"])
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})

@@ -1,5 +1,5 @@
 """Claims about EAGLE-3's relatives, in and out: Qwen3's blocks, other activations, heads of which a part is rotated,
-and SGLang's older names of norms. They draft what their own forward says and come back bit for bit."""
+SGLang's older names of norms, trained embeddings. They draft what their own forward says and come back bit for bit."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def assert_own_forward(model, base, tensors, rope=PLAIN, act=F.silu, flags=(), l
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     flags = [*flags, *["norm_before_residual"] * model.head.config.norm_before_residual]
     ids = torch.arange(40) + tensors["d2t"] if "d2t" in tensors else None
+    embed = tensors.get("embed_tokens.weight", embeddings(base))
     assert_drafts(
         model,
         lambda s, t, d: foreign.eagle3_logits(
-            tensors, "layers.0.", s, model.head.layers, embeddings(base), t, d, flags, rope, later, act=act
+            tensors, "layers.0.", s, model.head.layers, embed, t, d, flags, rope, later, act=act
         ),
         ids,
     )
@@ -79,7 +80,17 @@ def test_norms_by_sglangs_older_names_are_those_of_fc_norm(base, tmp_path):
     assert all(torch.equal(again[name], tensors[name]) for name in older)
 
 
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_embeddings_that_were_trained_are_the_heads_own(form, base, tmp_path):
+    own = Random(19)(97, 32, scale=1.0)
+    tensors = foreign.eagle3(tmp_path, form, embed=own, embed_requires_grad=True)
+    model = SpecModel.from_pretrained(tmp_path, base=base)
+    assert_own_forward(model, base, tensors)
+    assert model.head.embed_tokens.weight.requires_grad and torch.equal(model.head.embed_tokens.weight, own)
+
+
 OUT = [
+    ("vllm", {"own_embeddings": True}, PLAIN, F.silu), ("speculators", {"own_embeddings": True}, PLAIN, F.silu),
     ("vllm", NORMED, PLAIN, F.silu), ("speculators", {**NORMED, "hidden_act": "gelu_pytorch_tanh"}, PLAIN, GELU_TANH),
     ("vllm", {**NORMED, "num_layers": 2, "norm_before_residual": False}, PLAIN, F.silu),
     ("sglang", {"rope_parameters": PARTIAL, "norm_before_residual": False}, PARTIAL, F.silu),
@@ -109,6 +120,7 @@ def test_a_head_that_drafts_a_block_may_rotate_a_part_too(base, tmp_path):
 NOT_HELD = [
     *[(to, "eagle3", NORMED, "its blocks are Qwen3's.*formats that can: speculators, vllm$")
       for to in ("sglang", "trtllm", "llamacpp", "eagle")],
+    ("sglang", "eagle3", {"own_embeddings": True}, r"embeddings of its own \(own_embeddings\).*: speculators, vllm$"),
     ("vllm", "eagle3", {**NORMED, "attention_bias": True}, "Qwen3's with biases, and vLLM drops that of o_proj"),
     ("vllm", "eagle", {"qk_norm": True}, r"norms on queries and keys \(qk_norm\).*no format can$"),
     ("vllm", "eagle3", {"hidden_act": "gelu"}, "its activation is gelu, and its readers have silu.*: speculators$"),

@@ -162,7 +162,8 @@ def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambd
     first(i): the hidden a true position enters with; following(token, hidden): the first block's input and residual;
     next_hidden(output): the hidden that the next step enters with.
     """
-    embedded = model.base.get_input_embeddings().weight
+    own = model.head.state_dict(keep_vars=True).get("embed_tokens.weight")
+    embedded = model.base.get_input_embeddings().weight if own is None else own
     outputs = {}
     for i in range(len(ids) - 1):
         entered = [following(embedded[ids[j + 1]], first(features[j])) for j in range(i + 1)]

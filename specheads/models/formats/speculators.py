@@ -72,7 +72,9 @@ class SpeculatorsEagle3(Format):
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         norms = {theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}
         layers, block = {KEY: boundaries(head.taps or (), base)}, "qwen3" if head.qk_norm else "llama"
-        return _config("Eagle3", head, tensors, base, {**norms, "embed_requires_grad": False, **layers}, block)
+        return _config(
+            "Eagle3", head, tensors, base, {**norms, "embed_requires_grad": head.own_embeddings, **layers}, block
+        )
 
     def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
         return super().rename(head, tensors, base) | vocabulary.offsets(tensors)

@@ -64,6 +64,8 @@ def tensor_names(head: Eagle3Config, first: str, stored: Collection[str] = ()) -
         names |= dict(zip(norms, _OLDER_NORMS if older else norms, strict=True))
     if head.norm_before_fc:
         names["input_norm.weight"] = "input_norm.weight"
+    if head.own_embeddings:
+        names["embed_tokens.weight"] = "embed_tokens.weight"
     names |= block_names(head, 0, first)
     for i in range(head.num_layers if head.qk_norm else 0):
         theirs = _BLOCKS[first].format(i) if i else first
@@ -143,6 +145,8 @@ class Eagle3(Format):
             wrong.append(
                 "its blocks are Qwen3's, with norms on queries and keys (qk_norm), and its readers' are Llama's"
             )
+        if head.own_embeddings and self.engine != "vllm":
+            wrong.append("it has embeddings of its own (own_embeddings), and its readers take the target's")
         wrong += qwen3_bias_refusals(head) + act_refusals(head)
         wrong += self.positions.refusals(head) + window_refusals(head, self.takes_windows)
         return [reason for reason in wrong if reason]
@@ -155,6 +159,8 @@ class Eagle3(Format):
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), **top, **dict.fromkeys(norms, True),
         }  # fmt: skip
+        if head.own_embeddings:
+            config["embed_requires_grad"] = True
         if head.qk_norm:
             config |= {"architectures": [QWEN3], "model_type": "qwen3", "attention_bias": head.attention_bias}
         if self.engine == "trtllm":
@@ -232,6 +238,7 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     names = architectures(config) if block is config else []
     kind = "qwen3" if QWEN3 in names or (block is not config and block.get("model_type") == "qwen3") else "llama"
     options = {**block_options(files, block, base, layers, kind), "qk_norm": kind == "qwen3"}
+    options["own_embeddings"] = flag(config, "embed_requires_grad")
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
@@ -257,7 +264,7 @@ def translate_shared(
     block: the config of the head's decoder."""
     assert head.vocab_size and head.draft_vocab_size
     translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
-    if "embed_tokens.weight" in files.shapes:
+    if "embed_tokens.weight" in files.shapes and not head.own_embeddings:
         check_embeddings(files, "embed_tokens.weight", base)
         consumed.add("embed_tokens.weight")
     if "lm_head.weight" not in files.shapes:

@@ -7,12 +7,14 @@ from typing import Any, ClassVar, Self
 
 from specheads.decoding.planner import STATIC_DEPTH, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import first_layer
+from specheads.decoding.verify.masks import Reach
 from specheads.decoding.verify.taps import refuse_missing_taps
-from specheads.heads.layers.block import DecoderBlock
+from specheads.heads.layers.block import ACTIVATIONS, DecoderBlock
 from specheads.heads.layers.rope import RotaryTable, check_rope, inherited_rope, refuse_overflow
+from specheads.heads.layers.windows import block_reaches, check_windows
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
-from specheads.options import refuse_unknown
+from specheads.options import refuse_unknown, shown
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ class DecoderConfig(HeadConfig):
     """Options of a head with decoder blocks. num_layers: how many. Other sizes: None means the base's.
 
     rope_parameters: as in a transformers 5 config, with rope_type default, linear, llama3 or yarn. The option
-    rope_theta alone means rope_type default with that theta.
+    rope_theta alone means rope_type default with that theta. partial_rotary_factor among them: the share of each head
+      that is rotated, the first values.
+    hidden_act: of the MLP's gate: silu, gelu or gelu_pytorch_tanh.
+    sliding_window: positions that a block attends to, its own included; None: all. layer_types: 'sliding_attention' or
+      'full_attention' for each block (default: every block has the window, if there is one).
     """
 
     num_layers: int = 1
@@ -118,9 +124,16 @@ class DecoderConfig(HeadConfig):
     rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"{self.kind} head option hidden_act={shown(self.hidden_act)}; known: {known}")
+        check_windows(self.kind, self.sliding_window, self.layer_types, self.num_blocks)
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads and shared and heads % shared:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
@@ -129,9 +142,18 @@ class DecoderConfig(HeadConfig):
         if self.rope_parameters is not None:
             try:
                 object.__setattr__(self, "rope_parameters", check_rope(self.rope_parameters))
-                refuse_overflow(self.head_dim or 2, self.rope_parameters)
+                refuse_overflow(self.head_dim, self.rope_parameters)
             except ValueError as error:
                 raise ValueError(f"{self.kind} head option rope_parameters: {error}") from error
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """How far back each block looks."""
+        return block_reaches(self.sliding_window, self.layer_types, self.num_blocks)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -175,7 +197,8 @@ class DecoderConfig(HeadConfig):
             "head_dim": self.head_dim, "rms_norm_eps": self.rms_norm_eps,
         }  # fmt: skip
         assert all(sizes.values())
-        return {**sizes, "attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
+        biases = {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
+        return {**sizes, **biases, "hidden_act": self.hidden_act}
 
     def rotary(self) -> RotaryTable:
         assert self.head_dim and self.rope_parameters

@@ -29,6 +29,7 @@ class Eagle3Config(FeatureConfig):
       beside which its output is negligible if the base's residual stream is large (docs/training-reference.md).
     norm_output: the next step reads the output after the final norm.
     norm_features and norm_output are EAGLE-3.1.
+    own_embeddings: the head has and trains token embeddings of its own, which start as the base's.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -42,6 +43,7 @@ class Eagle3Config(FeatureConfig):
     norm_before_fc: bool = False
     norm_before_residual: bool = True
     norm_output: bool = False
+    own_embeddings: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +93,8 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         self.hidden_norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
 
     def output_layers(self) -> list[nn.Linear]:
         return [self.lm_head]
@@ -101,6 +105,11 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         self.copy_output_rows(base)
         copy_norm(self.norm, final_norm(base))
         soften(self.norm, base)
+        if self.embed_tokens is not None:
+            rows, source = self.embed_tokens.weight, base.get_input_embeddings()
+            if not source.weight.is_meta:
+                with torch.no_grad():
+                    rows.copy_(source(torch.arange(len(rows), device=source.weight.device)))
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.fc_norm is not None:

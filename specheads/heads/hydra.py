@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
-from specheads.decoding.verify.masks import gather_nodes
+from specheads.decoding.verify.masks import additive, gather_nodes
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.base import TapBatch
 from specheads.heads.config import DecoderConfig
@@ -51,8 +51,12 @@ class HydraConfig(DecoderConfig, MedusaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {*vars(DecoderConfig)["__annotations__"]} - {*vars(MedusaConfig)["__annotations__"]}
-        if not self.prefix_layer and (sizes := sorted(name for name in own if getattr(self, name))):
+        if not self.prefix_layer and (sizes := sorted(n for n in own if getattr(self, n) != getattr(HydraConfig, n))):
             raise ValueError(f"hydra head options {sizes} are sizes of the prefix layer: give prefix_layer=true too")
+
+    @property
+    def num_blocks(self) -> int:
+        return 1  # the prefix layer
 
     def base_defaults(self, base_config: Any) -> dict[str, Any]:
         if not self.prefix_layer:
@@ -139,7 +143,9 @@ class HydraHead(MedusaHead):
     def draft_rows(self, batch: TapBatch, targets: DraftTargets) -> list[Tensor]:
         hidden, embedded = batch.features.to(self.dtype), batch.embed(batch.tokens).to(self.dtype)
         if self.prefix is not None:
-            mask = document_mask(batch.documents, hidden.dtype)
+            (reach,), position = self.config.reaches, batch.position_ids
+            seen = document_mask(batch.documents) & reach(position.unsqueeze(2), position.unsqueeze(1))
+            mask = additive(seen, hidden.dtype)
             self.prefix.rotary.ensure(int(batch.position_ids.max()) + 1, hidden)
 
             def attend(
@@ -147,7 +153,7 @@ class HydraHead(MedusaHead):
             ) -> Tensor:
                 return self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask)[0]
 
-            hidden = self.prefix(attend, hidden, batch.position_ids)
+            hidden = self.prefix(attend, hidden, position)
         flat = embedded.flatten(0, 1)
 
         def run_head(i: int) -> Tensor:
@@ -165,8 +171,9 @@ class HydraHead(MedusaHead):
         if prefix is not None:
             features = hidden
             hidden, _ = read_committed(
-                context, plan, features, 1, prefix.rotary, lambda attend, position: prefix(attend, features, position)
-            )
+                context, plan, features, self.config.reaches, prefix.rotary,
+                lambda attend, position: prefix(attend, features, position),
+            )  # fmt: skip
         path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H) at head i: h and each node's tokens so far
         depths = zip(self.blocks, self.lm_heads, strict=True)
 

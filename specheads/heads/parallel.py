@@ -30,7 +30,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import UnsupportedModel, layer_count, logits_of, refuse_more_than_lm_head
-from specheads.decoding.verify.masks import Reach, additive, visible
+from specheads.decoding.verify.masks import additive, visible
 from specheads.heads.base import TapBatch
 from specheads.heads.config import DecoderConfig
 from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed, soften
@@ -52,6 +52,8 @@ class ParallelConfig(DecoderConfig):
     sample_from_anchor: true: a slot predicts the token after its position; false: the token at its position, as in
       DFlash and JetSpec.
     causal: false: slots attend to one another in both directions, as in DFlash.
+    causal_windows: the same for layers with a window (default: as causal). DFlash's readers take true, with causal
+      false, if a config does not say. A window holds at least a block, and each slot counts it from its own position.
     markov_rank: rank of the Markov bias; 0 for none.
     confidence: learn how likely each draft is accepted.
     mask_token_id: the base's token that slots after the root read (default: an embedding of the head's own).
@@ -72,6 +74,7 @@ class ParallelConfig(DecoderConfig):
     block_size: int = 8
     sample_from_anchor: bool = True
     causal: bool = True
+    causal_windows: bool | None = None
     markov_rank: int = 256
     confidence: bool = False
     mask_token_id: int | None = None
@@ -84,6 +87,13 @@ class ParallelConfig(DecoderConfig):
         check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
         if not self.num_drafted:
             raise ValueError("a block of one slot, the root's, drafts nothing where sample_from_anchor is false")
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise ValueError(
+                f"parallel head options sliding_window={self.sliding_window} and block_size={self.block_size}: slots "
+                "of a block see one another, so a window must hold a block"
+            )
+        if self.causal_windows is not None and self.sliding_window is None:
+            raise ValueError("parallel head option causal_windows is of layers with a window: give sliding_window too")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -101,6 +111,12 @@ class ParallelConfig(DecoderConfig):
     def num_drafted(self) -> int:
         """Tokens that a block drafts."""
         return self.block_size - self.silent_slots
+
+    @property
+    def causal_layers(self) -> tuple[bool, ...]:
+        """By layer, whether slots attend only to earlier ones."""
+        near = self.causal if self.causal_windows is None else self.causal_windows
+        return tuple(near if reach.kind == "sliding" else self.causal for reach in self.reaches)
 
     @property
     def silent_slots(self) -> int:
@@ -233,8 +249,7 @@ class ParallelHead(DraftVocabulary):
         context_keys_values = [layer.keys_values(context, rotary) for layer in self.decoder]  # type: ignore[operator]
         column, slot = (torch.arange(n, device=context.device) for n in (batch.tokens.shape[1], size))
         inside = torch.ones(size, size, device=context.device)
-        if self.config.causal:
-            inside = inside.tril()
+        forms = list(zip(self.config.reaches, self.config.causal_layers, strict=True))
         outputs = []
         at_once = SLOTS_AT_ONCE.get(context.device.type, SLOTS_AT_ONCE["cpu"])
         parts = list(blocks.anchors.split(max(1, at_once // size), 1))
@@ -242,17 +257,19 @@ class ParallelHead(DraftVocabulary):
         for anchors in parts:
             number = anchors.shape[1]
             same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
-            before = same & (column < anchors.unsqueeze(2))  # (B, A, T)
-            same_block = torch.kron(torch.eye(number, device=context.device), inside).bool()
-            mask = torch.cat([before.repeat_interleave(size, 1), same_block.expand(len(anchors), -1, -1)], 2).unsqueeze(
-                1
-            )
-
-            def attend(i: int, k: Tensor, v: Tensor, mask: Tensor = mask) -> tuple[Tensor, Tensor, Tensor]:
-                keys, values = context_keys_values[i]
-                return torch.cat([keys, k], 2), torch.cat([values, v], 2), mask
-
+            before = (same & (column < anchors.unsqueeze(2))).repeat_interleave(size, 1)  # (B, A · K, T)
             position = (batch.position_ids.gather(1, anchors).unsqueeze(2) + slot).flatten(1)
+            eye = torch.eye(number, device=context.device)
+            masks = {}
+            for reach, causal in dict.fromkeys(forms):
+                seen = before & reach(position.unsqueeze(2), batch.position_ids.unsqueeze(1))
+                same_block = torch.kron(eye, inside.tril() if causal else inside).bool()
+                masks[reach, causal] = torch.cat([seen, same_block.expand(len(anchors), -1, -1)], 2).unsqueeze(1)
+
+            def attend(i: int, k: Tensor, v: Tensor, masks: Any = masks) -> tuple[Tensor, Tensor, Tensor]:
+                keys, values = context_keys_values[i]
+                return torch.cat([keys, k], 2), torch.cat([values, v], 2), masks[forms[i]]
+
             x = self.slots(batch.tokens.gather(1, anchors), size, batch.embed)
             outputs.append(self(x, position, attend).unflatten(1, (number, size))[:, :, self.config.silent_slots :])
         return torch.cat(outputs, 1)
@@ -304,19 +321,20 @@ class ParallelHead(DraftVocabulary):
                 f"{config.num_drafted} (block_size={config.block_size})"
             )
         # Causal slots do not see later ones, so those beyond the plan are left out.
-        count = plan.depth + config.silent_slots if config.causal else config.block_size
+        count = plan.depth + config.silent_slots if all(config.causal_layers) else config.block_size
         cache = self.read_context(context, max(max(plan.depth + 1, plan.drafting_slots) + config.silent_slots, count))
         if plan.depth == 0:
             return DraftTree.root_only(context.root)
         cache.open(count)
         slot = torch.arange(count, device=cache.lengths.device).expand(len(cache.lengths), -1)
         inside = torch.ones(len(slot), count, count, dtype=torch.bool, device=slot.device)
-        inside = inside.tril() if config.causal else inside
-        seen = visible(inside, slot, cache.lengths, cache.attended, Reach())
-        mask = additive(seen, self.dtype)
+        forms, masks = list(zip(config.reaches, config.causal_layers, strict=True)), {}
+        for reach, causal in dict.fromkeys(forms):
+            block = inside.tril() if causal else inside
+            masks[reach, causal] = additive(visible(block, slot, cache.lengths, cache.attended, reach), self.dtype)
 
         def attend(i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return *cache.update(k, v, i), mask
+            return *cache.update(k, v, i), masks[forms[i]]
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
         hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)[:, config.silent_slots :]

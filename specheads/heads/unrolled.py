@@ -9,7 +9,9 @@ row, k nodes of a level.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +22,11 @@ from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.hf_base import layer_count
-from specheads.decoding.verify.masks import Levels, Reach, gather_nodes
+from specheads.decoding.verify.masks import Levels, Reach, additive, gather_nodes
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.config import DecoderConfig, HeadConfig
 from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, document_mask, read_committed
+from specheads.heads.layers.windows import attended_steps, for_each_block
 from specheads.heads.sampling import AnchoredStarts, anchored_share, check_anchors
 from specheads.losses.targets import DraftTargets
 
@@ -63,9 +66,14 @@ class UnrolledConfig(HeadConfig, ABC):
 
 @dataclass(frozen=True)
 class FeatureConfig(DecoderConfig, UnrolledConfig, ABC):
-    """Options of a FeatureHead."""
+    """Options of a FeatureHead. qk_norm: its blocks are Qwen3's, with norms on queries and keys."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
+
+    qk_norm: bool = False
+
+    def block_sizes(self) -> dict[str, Any]:
+        return {**super().block_sizes(), "qk_norm": self.qk_norm}
 
 
 class UnrolledHead(DraftHead):
@@ -128,6 +136,11 @@ class FeatureHead(UnrolledHead):
         self.blocks = nn.ModuleList(config.block(input_size if i == 0 else size) for i in range(config.num_layers))
         self.later_norms = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(1, config.num_layers))
         self.rotary = config.rotary()
+        self.embed_tokens: nn.Embedding | None = None  # of the head's own; None: the base's
+
+    def embed(self, tokens: Tensor, base_embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Tokens (B, T) → their embeddings (B, T, H) in the head's dtype."""
+        return (base_embed if self.embed_tokens is None else self.embed_tokens)(tokens).to(self.dtype)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -156,12 +169,20 @@ class FeatureHead(UnrolledHead):
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
-        embedded = batch.embed(batch.tokens).to(self.dtype)
+        embedded = self.embed(batch.tokens, batch.embed)
         self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
-        mask, position = document_mask(batch.documents, hidden.dtype), batch.position_ids
+        seen, position, first = document_mask(batch.documents), batch.position_ids, batch.position_ids.unsqueeze(1)
         length = position.shape[1]
         column = torch.arange(length, device=hidden.device).expand_as(position)
         asked = anchored.columns if anchored is not None and anchored.depth == 0 else None
+        reaches, whole = self.config.reaches, additive(seen, hidden.dtype)
+
+        def mask_of(reach: Reach, step: int) -> Tensor:
+            """(B, 1, T or A, T) the additive mask of a step over the keys of step 0."""
+            if reach.kind == "full":
+                return whole
+            return additive(seen & reach((position + step).unsqueeze(2), first), hidden.dtype)
+
         keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
@@ -169,8 +190,9 @@ class FeatureHead(UnrolledHead):
             # At step 0 the last block may compute the anchors alone; later blocks read all outputs of earlier ones.
             columns = asked if i == len(self.blocks) - 1 and not keys[i] else None
             out, key, value = self.maybe_checkpoint(
-                block.unrolled, x, residual, rotary, mask, keys[i], values[i], columns
-            )
+                block.unrolled, x, residual, rotary, masks[i], attended_steps(keys[i], reaches[i]),
+                attended_steps(values[i], reaches[i]), columns,
+            )  # fmt: skip
             keys[i], values[i] = (*keys[i], key), (*values[i], value)
             return out
 
@@ -178,8 +200,10 @@ class FeatureHead(UnrolledHead):
         for s in range(steps):
             if s == 1 and anchored is not None:
                 column, position = anchored.columns, position.gather(1, anchored.columns)
-                mask = gather_nodes(mask.squeeze(1), column).unsqueeze(1)
+                seen = seen.gather(1, column.unsqueeze(2).expand(-1, -1, length))
+                whole = additive(seen, hidden.dtype)
                 hidden = hidden if anchored.depth == 0 else gather_nodes(hidden, column)
+            masks = for_each_block(reaches, partial(mask_of, step=s))
             following = gather_nodes(embedded, (column + s + 1) % length)
             outputs.append(self(attend, following, hidden, position + s))
             hidden = self.next_hidden(outputs[-1])
@@ -189,19 +213,23 @@ class FeatureHead(UnrolledHead):
         target = context.target
         dtype, ids = context.memoize("head", lambda: (self.dtype, self.target_ids))
         # First the positions committed since the last proposal, with the target's features.
-        fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
+        fused, embedded = self.fuse(context.features.to(dtype)), self.embed(context.following, target.embed)
         hidden, cache = read_committed(
-            context, plan, fused, len(self.blocks), self.rotary,
+            context, plan, fused, self.config.reaches, self.rotary,
             lambda attend, position: self(attend, embedded, fused, position),
         )  # fmt: skip
         # Then the tree, level by level, in the scratch slots.
         levels, level = Levels(cache, dtype), context.newest(hidden).unsqueeze(1)  # (B, k, H)
+        reaches = self.config.reaches
 
         def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             nonlocal level
             if parents is not None:
                 levels.next_level(parents)
-                attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
+                attend, embedded = (
+                    attend_with(cache, for_each_block(reaches, levels.mask)),
+                    self.embed(tokens, target.embed),
+                )
                 level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
             return ChildLogits(self.draft_logits(level, 0, target.lm_head), ids)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specheads.heads.layers.rope import frequencies, rope_of
+from specheads.heads.layers.rope import SHARE, frequencies, rope_of
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 _SIZES = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "rms_norm_eps", "attention_bias", "mlp_bias",
+    "rms_norm_eps", "attention_bias", "mlp_bias", "hidden_act", "sliding_window",
 )  # fmt: skip
 
 
 def check(folder: Path, model: SpecModel) -> str:
     """One line on what was compared. CheckpointError if transformers reads a value that differs from the head's."""
-    if Files(folder).config.get("model_type") != "llama":
+    written = Files(folder).config
+    if written.get("model_type") != "llama" or SHARE in written:  # transformers' Llama rotates whole heads
         return "not checked: transformers reads no such config; its README has the command that loads it"
     program, config = f"transformers {transformers.__version__}", AutoConfig.from_pretrained(folder)
     assert isinstance(config, LlamaConfig)

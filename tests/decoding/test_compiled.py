@@ -23,7 +23,7 @@ from specheads import (
 from specheads.decoding.acceptance import RULES, rule_named
 from specheads.decoding.compiled import StepCompiler, compiled_steps
 from specheads.decoding.verify.causal import Target
-from tests.reference.slow_heads import KINDS
+from tests.reference.slow_heads import KINDS, WINDOWED
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401
 from tests.support.families import FAMILIES, RECURRENT, build
@@ -45,9 +45,9 @@ LOSSY = [
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_heads_whole_step_is_one_graph_and_gives_the_same_text(kind, tree, sampling):
-    model = spec_model(kind)
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in KINDS), *WINDOWED])
+def test_a_heads_whole_step_is_one_graph_and_gives_the_same_text(kind, options, tree, sampling):
+    model = spec_model(kind, **options)
     without, compiled = texts_of(model, padded(PROMPTS), tree=TREES[tree], **sampling)
     assert compiled == without
     steps = compiled_steps(model.base, "eager")

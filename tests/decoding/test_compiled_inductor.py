@@ -39,9 +39,13 @@ def test_torchs_own_compiler_draws_the_numbers_of_a_seed(tree, accept):
     assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["verify"]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "parallel"])
-def test_torchs_own_compiler_gives_the_same_greedy_text(kind):
-    model = spec_model(kind)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("eagle3", {"sliding_window": 4}), ("medusa", {}), ("parallel", {})],
+    ids=["eagle3", "medusa", "parallel"],
+)
+def test_torchs_own_compiler_gives_the_same_greedy_text(kind, options):
+    model = spec_model(kind, **options)
     for prompts in (padded(PROMPTS[:1]), padded(PROMPTS)):
         options = {**prompts, "draft": "head", "max_new_tokens": 14, "do_sample": False}
         assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()

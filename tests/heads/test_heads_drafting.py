@@ -5,8 +5,8 @@ import torch
 
 from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
 from specheads.decoding.tree import DraftTree
-from tests.reference.foreign_rope import SCALED
-from tests.reference.slow_heads import KINDS, taps
+from tests.reference.foreign_rope import PARTIAL, SCALED
+from tests.reference.slow_heads import KINDS, WINDOWED, taps
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.prompts import PROMPTS, padded
 
@@ -63,6 +63,8 @@ class Forced:
         ("parallel", {"rope_parameters": SCALED["llama3"]}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
+        ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "rope_parameters": PARTIAL, "own_embeddings": True}),
+        *WINDOWED,
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)
@@ -186,7 +188,13 @@ class Recorded:
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("hydra", {"prefix_layer": True}), ("eagle3", {"num_layers": 2}), ("mtp", {}), ("mtp", {"num_modules": 2})],
+    [
+        ("hydra", {"prefix_layer": True}),
+        ("eagle3", {"num_layers": 2}),
+        ("mtp", {}),
+        ("mtp", {"num_modules": 2}),
+        *(case for case in WINDOWED if case[0] in ("eagle3", "mtp")),
+    ],
 )
 def test_every_node_of_a_tree_is_scored_after_its_own_path(kind, options, plan):
     model = spec_model(kind, **options).eval()

@@ -6,10 +6,11 @@ import torch
 from specheads.data.datasets import Collator, pack
 from specheads.losses.metrics import accepted_length
 from specheads.losses.targets import ENDED
-from tests.reference.slow_heads import KINDS, SLOW, rows
+from tests.reference.slow_heads import KINDS, SLOW, WINDOWED, rows
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
 
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 # What their losses are compared on.
 HEADS = [
     ("medusa", {}),
@@ -22,6 +23,8 @@ HEADS = [
     ("eagle3", {}),
     ("eagle3", {"norm_features": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": False, "num_layers": 2}),
+    ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "own_embeddings": True}),
+    ("eagle", {"qk_norm": True, "num_layers": 2, "hidden_act": "gelu_pytorch_tanh", "rope_parameters": PARTIAL}),
     ("mtp", {}),
     ("mtp", {"num_modules": 3}),
     ("mtp", {"num_modules": 2, "hidden_first": True, "norm_output": False}),
@@ -32,6 +35,7 @@ HEADS = [
     ("parallel", {"confidence": True, "draft_vocab_size": 40}),
     ("parallel", {"sample_from_anchor": False, "block_size": 4, "causal": False, "mask_token_id": 5, "markov_rank": 0}),
     ("parallel", {"sample_from_anchor": False, "block_size": 4, "confidence": True}),
+    *WINDOWED,
 ]
 
 
@@ -108,16 +112,16 @@ def test_the_loss_mask_is_indexed_by_the_predicted_token(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"),
+    ("kind", "family", "options"),
     # Each way of reaching back: to the start, to a window, and by layer to the start, a window or a chunk.
     [
-        *((kind, "Llama") for kind in KINDS),
-        ("mtp", "Ministral"), ("mtp", "DeepSeek-V3"),
-        ("medusa", "Mistral"), ("medusa", "Gemma-2"), ("medusa", "Llama-4"),
+        *((kind, "Llama", {"prefix_layer": True} if kind == "hydra" else {}) for kind in KINDS),
+        ("mtp", "Ministral", {}), ("mtp", "DeepSeek-V3", {}),
+        ("medusa", "Mistral", {}), ("medusa", "Gemma-2", {}), ("medusa", "Llama-4", {}),
+        *((kind, "Llama", options) for kind, options in WINDOWED),
     ],
 )  # fmt: skip
-def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
-    options = {"prefix_layer": True} if kind == "hydra" else {}
+def test_packed_documents_give_the_loss_of_separate_ones(kind, family, options):
     model = spec_model(kind, build(*FAMILIES[family]), **options).eval()
     data = rows(14, 5, 19)  # the longer ones reach past a window or chunk of 8
     packed = pack(data, 38)

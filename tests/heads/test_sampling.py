@@ -19,9 +19,11 @@ MASK = 2**64 - 1
 HEADS = [
     ("eagle3", {"draft_vocab_size": 60, "norm_output": True}),
     ("eagle", {"steps": 3}),
-    ("eagle3", {"num_layers": 2}),
+    ("eagle3", {"num_layers": 2, "draft_vocab_size": 60}),
     ("mtp", {}),
     ("mtp", {"num_modules": 2}),
+    ("eagle3", {"draft_vocab_size": 60, "sliding_window": 2}),
+    ("mtp", {"sliding_window": 2}),
     ("medusa", {"draft_vocab_size": 60}),
     ("hydra", {"prefix_layer": True}),
 ]

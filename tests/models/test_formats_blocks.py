@@ -193,13 +193,6 @@ THEIRS_REFUSED = [
         "missing confidence_head.proj.bias",
     ),
     ("z-lab", {"architectures": ["MiMoDFlashDraftModel"]}, "of the class 'MiMoDFlashDraftModel', which DFlash"),
-    (
-        "z-lab",
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        "'sliding_attention'.; layers of heads here have full attention",
-    ),
-    ("z-lab", {"layer_types": None, "use_sliding_window": True}, "use_sliding_window=true; layers"),
-    ("z-lab", {"inner": {"use_swa": True, "swa_window_size": 64}}, "use_swa=true"),
     ("z-lab", {"inner": {"attention_sink_bias": True}}, "attention_sink_bias=true"),
     ("z-lab", {"inner": {"projector_type": "other"}}, "projector_type='other'"),
     ("z-lab", {"inner": {"target_hidden_size": 64}}, r"features of 64 values \(target_hidden_size\)"),

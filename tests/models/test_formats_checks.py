@@ -38,7 +38,7 @@ def test_a_config_that_transformers_does_not_read_is_not_checked(base, tmp_path)
 def test_what_transformers_reads_otherwise_is_an_error(change, said, scaled, tmp_path):
     scaled.export(tmp_path / "out", "sglang")
     assert export_checks.check(tmp_path / "out", scaled) == (
-        f"transformers {transformers.__version__} reads its config as the head's: 10 sizes, "
+        f"transformers {transformers.__version__} reads its config as the head's: 12 sizes, "
         "rotary positions up to 1,023"
     )
     path = tmp_path / "out" / "config.json"

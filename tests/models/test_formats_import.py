@@ -200,7 +200,7 @@ def test_a_foreign_head_is_read_beside_its_base_or_the_bases_config(base, tmp_pa
 # --- What no head here can hold ---
 
 
-@pytest.mark.parametrize("name", ["use_aux_norm", "embed_requires_grad"])
+@pytest.mark.parametrize("name", ["use_mrope", "add_para_norm"])
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})
@@ -219,9 +219,8 @@ REFUSED = {
     "another vocabulary": ({"vocab_size": 128}, "made for another base: vocab_size is 97, not 128"),
     "another stream": ({"target_hidden_size": 64}, "target_hidden_size"),
     "more layers": ({"num_hidden_layers": 2}, "says 2 decoder layers, and its tensors make up 1"),
-    "part of RoPE": ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
     "a Qwen3 block": ({"model_type": "qwen3"}, "decoder is of type 'qwen3'"),
-    "another activation": ({"hidden_act": "gelu"}, "activation is 'gelu'"),
+    "another activation": ({"hidden_act": "relu"}, "activation is 'relu'; heads here have silu, gelu"),
     "norms before and after": (
         {"fc_norm": True, "norm_before_fc": True}, "norm_features and norm_before_fc: give one of them"
     ),

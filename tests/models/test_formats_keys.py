@@ -191,44 +191,6 @@ def test_no_key_is_listed_twice():
     assert not WITHOUT_EFFECT.keys() & ONLY.keys()
 
 
-# --- Windows ---
-
-
-WINDOWS = [
-    {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True},
-    {"layer_types": ["sliding_attention"]},
-    {"use_sliding_window": True, "sliding_window": 4},
-    {"sliding_window": 4},
-]
-NO_WINDOWS = [
-    {"sliding_window": None, "use_sliding_window": False},
-    {"sliding_window": 4, "use_sliding_window": False},
-    {"sliding_window": 4, "layer_types": ["full_attention"]},
-]
-
-
-@pytest.mark.parametrize("form", ["vllm", "speculators", "speculators, at the top", "eagle"])
-def test_a_window_is_refused_by_name_and_one_that_no_layer_has_is_not(form, base, tmp_path):
-    kind, _, top = form.partition(",")
-    if kind == "eagle":
-        foreign.eagle(tmp_path, "vllm", embed=embeddings(base))
-    else:
-        foreign.eagle3(tmp_path, kind)
-    table = "transformer_layer_config" if kind == "speculators" and not top else ""
-    config = json.loads((tmp_path / "config.json").read_text())
-    for keys in WINDOWS:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        add(tmp_path, table, keys)
-        with pytest.raises(
-            CheckpointError, match=r"says (layer_types|use_sliding_window|sliding_window)=.* full atten"
-        ):
-            SpecModel.from_pretrained(tmp_path, base=base)
-    for keys in NO_WINDOWS:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        add(tmp_path, table, keys)
-        SpecModel.from_pretrained(tmp_path, base=base)
-
-
 # --- MTP modules: the config is the base's, and only its keys about modules are the reader's ---
 
 

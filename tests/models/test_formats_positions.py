@@ -234,7 +234,11 @@ UNREADABLE = {
     "long and short": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "'longrope' has frequenc"
     ),
-    "a part": ({"rope_scaling": scaling(LLAMA3, partial_rotary_factor=0.5)}, "it rotates 0.5 of each attention head"),
+    "a part that is none": ({"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 of head_dim=12 is 1 value"),
+    "two parts": (
+        {"rope_scaling": scaling(LLAMA3, partial_rotary_factor=0.5), "partial_rotary_factor": 0.25},
+        "says partial_rotary_factor=0.25 and 0.5; take one away",
+    ),
     "not whole": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
     "what others heed": ({"rope_scaling": scaling(SCALED["yarn"], attn_factor=2.0)}, "rope_scaling.attn_factor=2.0"),
     "no table": ({"rope_scaling": "yarn"}, "rope_scaling='yarn'; expected a table"),

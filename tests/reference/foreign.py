@@ -135,51 +135,63 @@ PLAIN = {"rope_type": "default", "rope_theta": THETA}
 
 
 def rotated(x, position, rope=PLAIN):
-    """x (heads, T, d) in Llama's halves at positions (T,)."""
-    half = HEAD_DIM // 2
-    angles, factor = frequencies(rope, HEAD_DIM)
+    """x (heads, T, d) in Llama's halves at positions (T,); with partial_rotary_factor that share of it, the first."""
+    width = int(HEAD_DIM * rope.get("partial_rotary_factor", 1))
+    half, x, rest = width // 2, x[..., :width], x[..., width:]
+    angles, factor = frequencies(rope, width)
     angle = position.float().unsqueeze(1) * torch.tensor(angles)
     cos, sin = angle.cos() * factor, angle.sin() * factor
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 class Attention:
     """One layer that remembers keys and values of the chain so far."""
 
-    def __init__(self, tensors, prefix, rope=PLAIN):
+    def __init__(self, tensors, prefix, rope=PLAIN, window=None):
         self.w = {m: tensors[f"{prefix}self_attn.{m}_proj.weight"] for m in "qkvo"}
         self.b = {m: tensors.get(f"{prefix}self_attn.{m}_proj.bias", 0) for m in "qkvo"}
-        self.rope = rope
+        self.rope, self.window = rope, window
+        self.norms = [tensors.get(f"{prefix}self_attn.{m}_norm.weight") for m in "qk"]
         self.keys, self.values, self.length = [], [], 0
 
     def __call__(self, x):
         """x (T, width): T more positions, each seeing those before it and itself → (T, H)."""
         position = torch.arange(self.length, self.length + len(x))
         heads = {m: (x @ self.w[m].T + self.b[m]).view(len(x), -1, HEAD_DIM).transpose(0, 1) for m in "qkv"}
+        for m, norm in zip("qk", self.norms, strict=True):
+            heads[m] = heads[m] if norm is None else rms(heads[m], norm)
         self.keys.append(rotated(heads["k"], position, self.rope))
         self.values.append(heads["v"])
         self.length += len(x)
         keys, values = torch.cat(self.keys, 1)[0], torch.cat(self.values, 1)[0]  # one KV head for all
         scores = rotated(heads["q"], position, self.rope) @ keys.T / HEAD_DIM**0.5
         seen = torch.arange(self.length) <= position.unsqueeze(1)
+        if self.window is not None:
+            seen &= torch.arange(self.length) > position.unsqueeze(1) - self.window
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T + self.b["o"]
 
 
-def mlp(tensors, prefix, x):
+def mlp(tensors, prefix, x, act=torch.nn.functional.silu):
     w = {m: tensors[f"{prefix}mlp.{m}_proj.weight"] for m in ("gate", "up", "down")}
-    return (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
+    return (act(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
 
 
-def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN, later=(), output=None):
+def eagle3_logits(
+    tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN, later=(), output=None, windows=(),
+    act=torch.nn.functional.silu,
+):  # fmt: skip
     """Draft logits (Vd,) after the root, and after each drafted token.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
     (T + 1,): those and the root; flags: those of the config that are true; rope: its positions; later: how the names
-    of further blocks begin; output: the base's output matrix (V, H), where the head has none.
+    of further blocks begin; output: the base's output matrix (V, H), where the head has none; windows: how many
+    positions each block attends, its own included, None for all.
     """
-    attend, more = Attention(tensors, prefix, rope), [(each, Attention(tensors, each, rope)) for each in later]
+    first, *others = windows or [None] * (1 + len(later))
+    attend = Attention(tensors, prefix, rope, first)
+    more = [(each, Attention(tensors, each, rope, size)) for each, size in zip(later, others, strict=True)]
     output = tensors.get("lm_head.weight", output)
     features = [states[i] for i in layers]
     if "fc_norm" in flags:
@@ -195,7 +207,7 @@ def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags
             rms(hidden, tensors[f"{prefix}hidden_norm.weight"]),
         ]
         hidden = (x[1] if "norm_before_residual" in flags else hidden) + attend(torch.cat(x, -1))
-        hidden = hidden + mlp(tensors, prefix, rms(hidden, tensors[f"{prefix}post_attention_layernorm.weight"]))
+        hidden = hidden + mlp(tensors, prefix, rms(hidden, tensors[f"{prefix}post_attention_layernorm.weight"]), act)
         for each, attention in more:
             norm = tensors[
                 next(n for n in (f"{each}hidden_norm.weight", f"{each}input_layernorm.weight") if n in tensors)

@@ -117,22 +117,27 @@ def projected(tensors, name, x):
     return x @ tensors[f"{name}weight"].T + tensors.get(f"{name}bias", 0)
 
 
-def logits(tensors, form, states, embed, lm_head, tokens, drafted, predicts_next=None, rope=PLAIN):
+def logits(
+    tensors, form, states, embed, lm_head, tokens, drafted, predicts_next=None, rope=PLAIN, windows=None, causal=()
+):
     """Draft logits (Vd,) of the tokens after the root and after each drafted one, by one block.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; tokens (T + 1,): those and the root;
     predicts_next: slot j, at the root's position + j, predicts the token after its position (DSpark), or else its own.
+    windows, causal: by layer, how many positions a slot attends, its own included (None: all), and whether later ones
+    are hidden.
     """
     predicts_next = form in MARKED if predicts_next is None else predicts_next
     context = rms(torch.cat([states[i] for i in LAYERS], -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     x = embed[torch.tensor([int(tokens[-1]), *[MASK] * (SLOTS - 1)])]
     here = torch.arange(len(context), len(context) + SLOTS)
-    seen = torch.ones(SLOTS, len(context) + SLOTS, dtype=torch.bool)
-    if form == "jetspec":
-        seen = torch.arange(len(context) + SLOTS) <= here.unsqueeze(1)
-    layer = 0
+    every, layer = torch.arange(len(context) + SLOTS), 0
     while f"layers.{layer}.input_layernorm.weight" in tensors:
-        prefix = f"layers.{layer}."
+        prefix, seen = f"layers.{layer}.", torch.ones(SLOTS, len(every), dtype=torch.bool)
+        if causal[layer] if causal else form == "jetspec":
+            seen = every <= here.unsqueeze(1)
+        if windows and windows[layer] is not None:
+            seen = seen & (here.unsqueeze(1) - every < windows[layer])
         norms = {m: tensors[f"{prefix}self_attn.{m}_norm.weight"] for m in "qk"}
         read = rms(x, tensors[f"{prefix}input_layernorm.weight"])
         both = torch.cat([context, read])

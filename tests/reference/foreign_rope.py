@@ -19,6 +19,7 @@ SCALED = {
         "mscale": 2.0, "mscale_all_dim": 0.5,
     },
 }  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 
 
 def frequencies(rope, size):

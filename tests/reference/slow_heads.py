@@ -18,6 +18,22 @@ DEFAULTS = {
     "mtp": {"steps": 3},
     "parallel": {"block_size": 3, "markov_rank": 4},
 }
+# Windows that hold fewer positions than a text or a draft, in all blocks or in one.
+WINDOWED = [
+    ("hydra", {"prefix_layer": True, "sliding_window": 3}),
+    ("eagle", {"sliding_window": 1, "steps": 3}),
+    ("eagle3", {"sliding_window": 1, "num_layers": 2, "layer_types": ("full_attention", "sliding_attention")}),
+    ("eagle3", {"sliding_window": 3}),
+    ("mtp", {"sliding_window": 3}),
+    ("mtp", {"sliding_window": 2, "num_modules": 2}),
+    ("parallel", {"sliding_window": 4}),
+    (
+        "parallel",
+        {"sliding_window": 4, "block_size": 4, "causal": False, "causal_windows": True,
+         "layer_types": ("sliding_attention", "full_attention"), "sample_from_anchor": False},
+    ),
+    ("parallel", {"sliding_window": 3, "causal": False, "markov_rank": 0}),
+]  # fmt: skip
 
 
 def spec_model(kind, base=None, **options):
@@ -68,29 +84,52 @@ def rotation(size, position, theta):
     return matrix
 
 
-def rotate(x, position, theta=10_000.0):
-    """RoPE of one head's vector (d,)."""
-    return rotation(len(x), position, theta).to(x) @ x
+def rotate(x, position, theta=10_000.0, share=1.0):
+    """RoPE of one head's vector (d,), or of this share of it alone, the first values."""
+    width = int(len(x) * share)
+    return torch.cat([rotation(width, position, theta).to(x) @ x[:width], x[width:]])
 
 
-def block_output(w, inputs, residuals, positions, heads=4, shared=2):
-    """The output (H,) of the last of a list of rows that attend causally: plain attention over a short sequence."""
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()), "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_pytorch_tanh": lambda x: x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+}  # fmt: skip
+
+
+def window_of(config, layer=0):
+    """How many positions a block attends, its own included; None: all."""
+    slides = config.layer_types is None or config.layer_types[layer] == "sliding_attention"
+    return config.sliding_window if slides else None
+
+
+def block_output(w, inputs, residuals, positions, heads=4, shared=2, window=None, act="silu", share=1.0):
+    """The output (H,) of the last of a list of rows that attend causally: plain attention over a short sequence.
+
+    window: how many positions it attends, its own included; None: all. act: of the MLP; share: of a head, rotated. With
+    norms on queries and keys if it has any."""
+
+    def turned(x, norm, position):
+        return rotate(rms_norm(x, w[norm]) if norm in w else x, position, share=share)
+
+    if window is not None:
+        near = [n for n, position in enumerate(positions) if position > positions[-1] - window]
+        inputs, residuals, positions = ([each[n] for n in near] for each in (inputs, residuals, positions))
     size = len(w["q_proj.weight"]) // heads
     q = w["q_proj.weight"] @ inputs[-1]
     mixed = []
     for h in range(heads):
         kv = h // (heads // shared)
         part = slice(kv * size, (kv + 1) * size)
-        query = rotate(q[h * size : (h + 1) * size], positions[-1])
+        query = turned(q[h * size : (h + 1) * size], "q_norm.weight", positions[-1])
         scores, values = [], []
         for x, position in zip(inputs, positions, strict=True):
-            scores.append(query @ rotate((w["k_proj.weight"] @ x)[part], position) / math.sqrt(size))
+            scores.append(query @ turned((w["k_proj.weight"] @ x)[part], "k_norm.weight", position) / math.sqrt(size))
             values.append((w["v_proj.weight"] @ x)[part])
         weights = torch.stack(scores).softmax(0)
         mixed.append(sum(a * v for a, v in zip(weights, values, strict=True)))
     hidden = residuals[-1] + w["o_proj.weight"] @ torch.cat(mixed)
     x = rms_norm(hidden, w["post_attention_layernorm.weight"])
-    return hidden + w["down_proj.weight"] @ (F.silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
+    return hidden + w["down_proj.weight"] @ (ACTIVATIONS[act](w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
 
 
 def block_weights(head, prefix="blocks.0."):
@@ -108,7 +147,12 @@ def stack_output(head, inputs, residuals, positions):
             norm = head.later_norms[layer - 1].weight
             inputs, residuals = [rms_norm(x, norm) for x in outputs], outputs
         ends = range(len(inputs)) if layer + 1 < head.config.num_layers else [len(inputs) - 1]
-        outputs = [block_output(w, inputs[: n + 1], residuals[: n + 1], positions[: n + 1]) for n in ends]
+        config, window = head.config, window_of(head.config, layer)
+        form = {"act": config.hidden_act, "share": config.rope_parameters.get("partial_rotary_factor", 1.0)}
+        outputs = [
+            block_output(w, inputs[: n + 1], residuals[: n + 1], positions[: n + 1], window=window, **form)
+            for n in ends
+        ]
     return outputs[-1]
 
 
@@ -118,7 +162,8 @@ def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambd
     first(i): the hidden a true position enters with; following(token, hidden): the first block's input and residual;
     next_hidden(output): the hidden that the next step enters with.
     """
-    embedded = model.base.get_input_embeddings().weight
+    own = model.head.state_dict(keep_vars=True).get("embed_tokens.weight")
+    embedded = model.base.get_input_embeddings().weight if own is None else own
     outputs = {}
     for i in range(len(ids) - 1):
         entered = [following(embedded[ids[j + 1]], first(features[j])) for j in range(i + 1)]
@@ -172,7 +217,11 @@ def slow_hydra(model, row):
     if model.head.config.prefix_layer:
         block = block_weights(model.head, "prefix.block.")
         normed = [rms_norm(f, w["prefix.input_layernorm.weight"]) for f in features]
-        mixed = [block_output(block, normed[: i + 1], features[: i + 1], range(i + 1)) for i in range(len(ids))]
+        window = window_of(model.head.config)
+        mixed = [
+            block_output(block, normed[: i + 1], features[: i + 1], range(i + 1), window=window)
+            for i in range(len(ids))
+        ]
         features = [rms_norm(x, w["prefix.norm.weight"]) for x in mixed]
     total, ranks = 0.0, {}
     for i in range(len(ids)):
@@ -293,7 +342,7 @@ def slow_mtp_module(model, k):
     def layer(entered):
         positions, residuals = zip(*entered, strict=True)
         inputs = [rms_norm(x, inner["input_layernorm.weight"], eps) for x in residuals]
-        return block_output(inner, inputs, residuals, positions)
+        return block_output(inner, inputs, residuals, positions, window=config.sliding_window)
 
     norm = (lambda x: rms_norm(x, w["norm.weight"], eps)) if config.final_norm else (lambda x: x)
     return {"enter": enter, "layer": layer, "norm": norm}
@@ -327,16 +376,18 @@ def slow_block(model, ids, features, anchor, count):
         part = {name.removeprefix(f"decoder.{n}."): p for name, p in w.items() if name.startswith(f"decoder.{n}.")}
         size = len(part["q_norm.weight"])
         normed = [rms_norm(h, part["input_layernorm.weight"]) for h in hidden]
-        after = []
+        after, window = [], window_of(config, n)
+        causal = config.causal if window is None or config.causal_windows is None else config.causal_windows
         for j in range(count):
-            seen = [*context, *(normed[: j + 1] if config.causal else normed)]
+            first = 0 if window is None else max(0, anchor + j + 1 - window)
+            seen = [*context, *(normed[: j + 1] if causal else normed)][first:]
             mixed = []
             for h in range(4):
                 own = slice(h * size, (h + 1) * size)
                 shared = slice(h // 2 * size, (h // 2 + 1) * size)
                 query = rotate(rms_norm((part["q_proj.weight"] @ normed[j])[own], part["q_norm.weight"]), anchor + j)
                 keys = [rms_norm((part["k_proj.weight"] @ x)[shared], part["k_norm.weight"]) for x in seen]
-                scores = [query @ rotate(key, position) / math.sqrt(size) for position, key in enumerate(keys)]
+                scores = [query @ rotate(key, position) / math.sqrt(size) for position, key in enumerate(keys, first)]
                 weights = torch.stack(scores).softmax(0)
                 mixed.append(sum(a * (part["v_proj.weight"] @ x)[shared] for a, x in zip(weights, seen, strict=True)))
             x = hidden[j] + part["o_proj.weight"] @ torch.cat(mixed)

@@ -28,6 +28,10 @@ class Reach:
             return query // self.size == key // self.size
         return torch.ones((), dtype=torch.bool, device=query.device)
 
+    def covers(self, length: int) -> bool:
+        """Does each position of a text of this length see all before it?"""
+        return self.kind == "full" or length <= self.size
+
 
 def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, attended: int, reach: Reach) -> Tensor:
     """Which of the attended cache slots each node of a pass sees: (B, N, attended) bool.

@@ -6,7 +6,8 @@ parallel head's block, H hidden, d head size, s earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from specheads.decoding.planner import Plan
 from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import decoder_of
-from specheads.decoding.verify.masks import additive, gather_nodes
+from specheads.decoding.verify.masks import Reach, additive, gather_nodes
 from specheads.heads.layers.rope import RotaryTable, rotate
+from specheads.heads.layers.windows import for_each_block
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
@@ -34,14 +36,24 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+# Of the MLP's gate, by transformers' names.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
+
+
 class DecoderBlock(nn.Module):
-    """One decoder layer whose attention may read a wider input than its residual stream."""
+    """One decoder layer whose attention may read a wider input than its residual stream. qk_norm: Qwen3's norms on each
+    head's queries and keys."""
 
     def __init__(
         self, *, hidden_size: int, input_size: int, intermediate_size: int, num_heads: int, num_key_value_heads: int,
         head_dim: int, rms_norm_eps: float, attention_bias: bool = False, mlp_bias: bool = False,
+        hidden_act: str = "silu", qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.activation = ACTIVATIONS[hidden_act]
+        self.q_norm, self.k_norm = (RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity() for _ in range(2))
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         wide, narrow = num_heads * head_dim, num_key_value_heads * head_dim
         self.q_proj = nn.Linear(input_size, wide, bias=attention_bias)
@@ -63,8 +75,8 @@ class DecoderBlock(nn.Module):
         if columns is not None:
             asking = gather_nodes(x, columns)
             turned = tuple(gather_nodes(each.squeeze(1), columns).unsqueeze(1) for each in rotary)  # type: ignore[assignment]
-        q = self.q_proj(asking).view(batch, asking.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        q = self.q_norm(self.q_proj(asking).view(batch, asking.shape[1], self.num_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
         return rotate(q, *turned), rotate(k, *rotary), v
 
@@ -72,7 +84,7 @@ class DecoderBlock(nn.Module):
         """Attention output (B, heads, T, d) and residual (B, T, H) → the block's output (B, T, H)."""
         hidden = residual + self.o_proj(attended.transpose(1, 2).flatten(2))
         x = self.post_attention_layernorm(hidden)
-        return hidden + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return hidden + self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
     def cached(
         self,
@@ -131,11 +143,10 @@ class ContextBlock(DecoderBlock):
 
     def __init__(self, *, hidden_size: int, head_dim: int, rms_norm_eps: float, **sizes: Any) -> None:
         super().__init__(
-            hidden_size=hidden_size, input_size=hidden_size, head_dim=head_dim, rms_norm_eps=rms_norm_eps, **sizes
-        )
+            hidden_size=hidden_size, input_size=hidden_size, head_dim=head_dim, rms_norm_eps=rms_norm_eps,
+            qk_norm=True, **sizes,
+        )  # fmt: skip
         self.input_layernorm = RMSNorm(hidden_size, eps=rms_norm_eps)
-        self.q_norm = RMSNorm(head_dim, eps=rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, eps=rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A context or the normed input of a block (B, T, H) → keys and values (B, kv heads, T, d)."""
@@ -157,18 +168,18 @@ class ContextBlock(DecoderBlock):
         return self.finish(F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask), hidden)
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T) document ids → (B, 1, T, T) additive mask: causal within each document."""
+def document_mask(documents: Tensor) -> Tensor:
+    """(B, T) document ids → (B, T, T) bool: causal within each document."""
     column = torch.arange(documents.shape[1], device=documents.device)
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return additive(same & (column <= column.unsqueeze(1)), dtype)
+    return same & (column <= column.unsqueeze(1))
 
 
-def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
-    """An `Attend` over a head's own cache; mask None: causal over the pass itself."""
+def attend_with(cache: TreeCache, masks: Sequence[Tensor | None]) -> Attend:
+    """An `Attend` over a head's own cache. masks: of each block; None: causal over the pass itself."""
 
     def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        return block.cached(x, residual, rotary, cache, i, mask)
+        return block.cached(x, residual, rotary, cache, i, masks[i])
 
     return attend
 
@@ -198,19 +209,24 @@ def keep_committed(
 
 
 def read_committed(
-    context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    context: Context, plan: Plan, hidden: Tensor, reaches: Sequence[Reach], rotary: RotaryTable,
     run: Callable[[Attend, Tensor], Tensor],
 ) -> tuple[Tensor, TreeCache]:  # fmt: skip
-    """Run the head on the positions committed since the last proposal, hidden (B, P, H).
+    """Run the head on the positions committed since the last proposal, hidden (B, P, H). reaches: of each block.
 
     Returns the result of run(attend, positions (B, P)), and the head's own cache, which now has their keys and values.
     """
 
     def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:
-        mask = None if fresh else additive(cache.positions <= position.unsqueeze(-1), hidden.dtype)
-        return run(attend_with(cache, mask), position)
+        query, key = position.unsqueeze(-1), position.unsqueeze(1) if fresh else cache.positions
 
-    return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, num_layers, rotary, write)
+        def mask(reach: Reach) -> Tensor | None:
+            whole = fresh and reach.covers(position.shape[1])
+            return None if whole else additive((key <= query) & reach(query, key), hidden.dtype)
+
+        return run(attend_with(cache, for_each_block(reaches, mask)), position)
+
+    return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, len(reaches), rotary, write)
 
 
 def copy_layer(block: DecoderBlock, layer: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Rotary positions of a head: its options, those of its base, and the table of cos and sin.
 
 Options are spelled as transformers 5's `rope_parameters`; frequencies come from transformers' own functions.
-Shapes: B batch rows, T positions, d head size.
+Shapes: B batch rows, T positions, d head size, r rotated width of a head.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
+SHARE = "partial_rotary_factor"  # of each head's values that is rotated, the first ones; for every type
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # types whose frequencies change with the length of the text
 _LEAST = {"factor": 1.0, "original_max_position_embeddings": 1, "rope_theta": 1.0}
 
@@ -41,7 +42,7 @@ def rope_type(parameters: Mapping[str, Any]) -> Any:
 def rope_options(kind: Any) -> tuple[str, ...]:
     """The options of a rope type beside rope_theta; those of every type for an unknown one."""
     known = [options for name, options in _OPTIONS.items() if name == kind] or _OPTIONS.values()
-    return tuple(dict.fromkeys(option for needed, possible in known for option in (*needed, *possible)))
+    return tuple(dict.fromkeys((*(option for needed, possible in known for option in (*needed, *possible)), SHARE)))
 
 
 def check_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +59,9 @@ def check_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _OPTIONS:
         raise ValueError(f"unknown rope_type={shown(kind)}; known: {', '.join(_OPTIONS)}")
     needed, possible = _OPTIONS[kind]
-    names = ("rope_theta", *needed, *possible)
+    names = ("rope_theta", *needed, *possible, SHARE)
+    if given.get(SHARE) == 1:
+        del given[SHARE]
     refuse_unknown(given, names, what=f"option of rope_type={kind!r}")
     if missing := [name for name in ("rope_theta", *needed) if name not in given]:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
@@ -79,7 +82,7 @@ def _value(name: str, value: Any) -> Any:
             raise ValueError(f"{name}={shown(value)}; expected true or false")
         return value
     whole, least = name == "original_max_position_embeddings", _LEAST.get(name, 0.0)
-    most = MAX_POSITIONS if whole else 2**40
+    most = MAX_POSITIONS if whole else 1 if name == SHARE else 2**40
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and least <= value <= most
     if not fits or (name == "rope_theta" and value == 1):
         bound = f"above {least:g}, and at most" if name == "rope_theta" else f"from {least:g} to"
@@ -138,9 +141,21 @@ def inherited_rope(base_config: Any) -> dict[str, Any]:
         return check_rope({"rope_type": "default", "rope_theta": theta})
 
 
+def rotated_width(head_dim: int, parameters: Mapping[str, Any]) -> int:
+    """How many of a head's values are rotated. ValueError unless they are pairs."""
+    width = int(head_dim * parameters.get(SHARE, 1))
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"{SHARE}={parameters.get(SHARE, 1):g} of head_dim={head_dim} is {width} values; expected pairs"
+        )
+    return width
+
+
 def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """(d / 2,) float32 angles per position, and the factor that scales cos and sin."""
+    """(r / 2,) float32 angles per position, r = `rotated_width`, and the factor that scales cos and sin."""
     kind, theta = parameters["rope_type"], parameters["rope_theta"]
+    head_dim = rotated_width(head_dim, parameters)
+    parameters = {name: value for name, value in parameters.items() if name != SHARE}
     if kind == "default":  # not among transformers' functions
         return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim), 1.0
     reach = int(parameters.get("original_max_position_embeddings", 2048) * parameters["factor"])
@@ -151,8 +166,10 @@ def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, f
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
-def refuse_overflow(head_dim: int, parameters: Mapping[str, Any]) -> None:
-    """ValueError if rope parameters give no finite frequencies."""
+def refuse_overflow(head_dim: int | None, parameters: Mapping[str, Any]) -> None:
+    """ValueError if rope parameters give no finite frequencies, for heads of any size if head_dim is None."""
+    if head_dim is None:
+        head_dim, parameters = 2, {name: value for name, value in parameters.items() if name != SHARE}
     try:
         angles, factor = frequencies(head_dim, parameters)
     except ArithmeticError as error:
@@ -176,20 +193,22 @@ class RotaryTable(nn.Module):
             self._table = self.compute(size, like)
 
     def compute(self, size: int, like: Tensor) -> Tensor:
-        """cos and sin of the first `size` positions, (2, size, d)."""
+        """cos and sin of the first `size` positions, (2, size, r)."""
         angles, factor = frequencies(self.head_dim, self.rope)
         angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), angles.to(like.device))
         both = torch.cat([angle, angle], -1)
         return (torch.stack([both.cos(), both.sin()]) * factor).to(like.dtype)
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) positions → cos and sin (B, 1, T, d). Call `ensure` first."""
+        """(B, T) positions → cos and sin (B, 1, T, r). Call `ensure` first."""
         assert self._table is not None
         cos, sin = self._table[:, position].unsqueeze(2)
         return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to (B, heads, T, d), in Llama's half-split order."""
+    """Apply RoPE to the first r values of (B, heads, T, d), in Llama's half-split order. cos, sin (B, 1, T, r)."""
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], -1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], -1) * sin

@@ -18,6 +18,8 @@ class MtpConfig(UnrolledConfig):
     hidden_first: the projection's input has the hidden state before the embedding. fc_bias: the projection has a bias.
     final_norm: a norm after the layers. norm_output: the next module or step reads the output after that norm.
     zero_first_embedding: the embedding at a text's first position is zero, as vLLM has it for some families.
+    sliding_window: positions that the modules attend to, their own included, where the target's layers have full
+      attention (default: all). Layers with windows of the target's keep those.
     """
 
     kind: ClassVar[str] = "mtp"
@@ -37,6 +39,7 @@ class MtpConfig(UnrolledConfig):
     final_norm: bool = True
     norm_output: bool = True
     zero_first_embedding: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

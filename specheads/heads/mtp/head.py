@@ -26,7 +26,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
-from specheads.decoding.verify.masks import Levels, additive, gather_nodes
+from specheads.decoding.verify.masks import Levels, Reach, additive, gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import final_norm, keep_committed, soften
 from specheads.heads.mtp.config import MtpConfig
@@ -103,7 +103,14 @@ class MtpHead(UnrolledHead):
         target = TargetLayers(config.target_config)
         self.mtp: Any = nn.ModuleList(MtpModule(config, target, k) for k in range(config.num_modules))
         self.rotary = target.rotary(config.layer_indices[0])
-        self.reach = target.reach(config.layer_indices[0])
+        self.reach = target.common_reach(config.layer_indices)
+        if config.sliding_window is not None:
+            if self.reach.kind != "full":
+                raise ValueError(
+                    f"mtp head option sliding_window={config.sliding_window}: layers {list(config.layer_indices)} of "
+                    f"the target have {self.reach.kind} attention, of {self.reach.size} positions; leave it out"
+                )
+            self.reach = Reach("sliding", config.sliding_window)
         self.is_causal = target.is_causal and self.reach.kind == "full"  # without a mask
         self.float32_names = target.float32_names
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -118,6 +118,16 @@ class TargetLayers:
                 "full, sliding or chunked attention: give layer_indices"
             )
         return layer_reach(self.config)[kind]
+
+    def common_reach(self, indices: Sequence[int]) -> Reach:
+        """How far back the layers at these indices look. ValueError if they are of several types of attention."""
+        types = {self.type_of(i): i for i in indices if self.type_of(i) not in _PARTS}
+        if len(types) > 1:
+            raise ValueError(
+                f"mtp head option layer_indices={list(indices)} names layers of several types of attention "
+                f"({', '.join(sorted(types))}); give layers of one"
+            )
+        return self.reach(indices[0])
 
     def layer(self, index: int, slot: int) -> nn.Module:
         """A new layer like the target's at `index`, on torch's default device. slot: its index in the head's cache."""

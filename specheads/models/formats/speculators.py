@@ -24,11 +24,13 @@ from specheads.models.formats.keys.config_table import flag, table, whole, whole
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.layer_ids import KEY, boundaries, refusal_reason, taps_at
+from specheads.models.formats.parts.windows import slots_causal
 from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, base_name, vllm, vllm_gpu
 from specheads.options import shown
 
 VERSION = "0.9.0"
 _BLOCK, _LAYERS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+_NON_CAUSAL = "sliding_window_non_causal"
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,14 @@ class SpeculatorsEagle3(Format):
         return eagle3.translate_shared(files, head, base, table(files.config, _BLOCK))
 
     def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        return list(filter(None, [refusal_reason(head.taps or (), base)]))
+        return list(filter(None, [refusal_reason(head.taps or (), base), *eagle3.qwen3_bias_refusals(head)]))
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         norms = {theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}
-        layers = {KEY: boundaries(head.taps or (), base)}
-        return _config("Eagle3", head, tensors, base, {**norms, "embed_requires_grad": False, **layers}, "llama")
+        layers, block = {KEY: boundaries(head.taps or (), base)}, "qwen3" if head.qk_norm else "llama"
+        return _config(
+            "Eagle3", head, tensors, base, {**norms, "embed_requires_grad": head.own_embeddings, **layers}, block
+        )
 
     def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
         return super().rename(head, tensors, base) | vocabulary.offsets(tensors)
@@ -84,6 +88,7 @@ class SpeculatorsBlocks(parallel.Parallel):
     classes: ClassVar[str] = r"DSpark\w*"
     takes_draft_vocabulary: bool = True
     last: Collection[str] | None = None
+    takes_windows: Collection[bool | None] = (True, None)  # vLLM takes layers with windows for causal
 
     def recognises(self, files: Files) -> bool:
         return files.config.get("speculators_model_type") == self.name.lower()
@@ -96,6 +101,13 @@ class SpeculatorsBlocks(parallel.Parallel):
             files, config, table(config, _BLOCK), base, taps_at(layers, base),
             whole(config, "mask_token_id", least=0), whole(config, "block_size", 8),
         )  # fmt: skip
+        if "sliding_window" in options:
+            if config.get(_NON_CAUSAL) is None:
+                raise CheckpointError(
+                    f"{files}: its layers have windows and its config does not say {_NON_CAUSAL}, which its trainer "
+                    "takes for false and vLLM for true; write what it was trained with into config.json"
+                )
+            options["causal_windows"] = None if flag(config, _NON_CAUSAL) else True
         if self.takes_markov:
             return options | parallel.read_dspark_options(files, config, markov_rank=256, confidence=True)
         return options | {"sample_from_anchor": flag(config, "sample_from_anchor")}
@@ -104,8 +116,9 @@ class SpeculatorsBlocks(parallel.Parallel):
         keys = {
             "block_size": head.block_size, _LAYERS: boundaries(head.taps or (), base),
             "mask_token_id": head.mask_token_id,
-            # Only matters for sliding layers, of which there are none; but vLLM 0.32 takes false as "all are causal".
-            "sliding_window_non_causal": True, "sample_from_anchor": head.sample_from_anchor,
+            # vLLM 0.32 and 0.33 take false as "all layers are causal", those without windows too.
+            _NON_CAUSAL: head.sliding_window is None or slots_causal(head) is False,
+            "sample_from_anchor": head.sample_from_anchor,
             **(parallel.dspark_keys(head) if self.takes_markov else {}),
         }  # fmt: skip
         return _config(self.name, head, tensors, base, keys, "qwen3")
@@ -118,6 +131,7 @@ class SpeculatorsDFlash(SpeculatorsBlocks):
     name: ClassVar[str] = "DFlash"
     classes: ClassVar[str] = r"DFlash(Draft|Speculator)\w*"
     from_anchor: bool | None = False
+    takes_windows: Collection[bool | None] = (True, False)
 
 
 def _config(

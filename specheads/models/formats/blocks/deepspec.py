@@ -17,9 +17,10 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import output_matrix
-from specheads.models.formats.keys.config_table import architectures, table, whole
+from specheads.models.formats.keys.config_table import architectures, flag, table, whole
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG
+from specheads.models.formats.parts.windows import ANY_CAUSAL, read_causal
 from specheads.models.formats.serving import llamacpp, vllm_gpu
 from specheads.options import shown
 
@@ -27,7 +28,7 @@ ARCHITECTURE, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
 _LAYERS, _TABLE = "target_layer_ids", "dflash_config"
 _EITHER = (
     _LAYERS, "mask_token_id", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "sample_from_anchor",
+    "confidence_head_with_markov", "sample_from_anchor", "is_causal", "causal",
 )  # fmt: skip
 
 
@@ -56,7 +57,8 @@ class DeepSpec(parallel.Parallel):
             files, config, config, base, layer_ids.read_output_ids(files, values, _LAYERS, base),
             whole(values, "mask_token_id", least=0), whole(values, "block_size"),
         )  # fmt: skip
-        return {**options, **parallel.read_dspark_options(files, values)}
+        causal = {name: flag(values, name) for name in ("is_causal", "causal") if values[name] is not None}
+        return {**options, **read_causal(files, config, causal), **parallel.read_dspark_options(files, values)}
 
     def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         return {
@@ -97,7 +99,7 @@ FORMATS = (
     ),
     DeepSpec(
         "vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), takes_draft_vocabulary=True,
-        needs_markov=True, last=None,
+        needs_markov=True, last=None, takes_windows=ANY_CAUSAL,
     ),
     DeepSpec(
         "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
@@ -106,7 +108,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DS
   --speculative-draft-model-path $folder_arg --speculative-dspark-block-size $depth
 ```
 """,
-        needs_markov=True, positions=SGLANG, last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        needs_markov=True, positions=SGLANG, takes_windows=ANY_CAUSAL, last=layer_ids.SGLANG_LAST_OF_BLOCKS,
     ),
     DeepSpec(
         "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"),

@@ -20,6 +20,7 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.keys.config_table import agreed, architectures, flag, table, whole
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
+from specheads.models.formats.parts.windows import ANY_CAUSAL, read_causal
 from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, trtllm_yaml, vllm
 from specheads.options import shown
 
@@ -36,7 +37,9 @@ class DFlash(parallel.Parallel):
     def recognises(self, files: Files) -> bool:
         config = files.config
         named = _TABLE in config or any(name.startswith("DFlash") for name in architectures(config))
-        return named and self.causal is not None and self.causal == _causal(files, config, table(config, _TABLE))
+        return (
+            named and self.causal is not None and self.causal == agreed(files, _causal(config, table(config, _TABLE)))
+        )
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config, inner = files.config, table(files.config, _TABLE)
@@ -45,11 +48,13 @@ class DFlash(parallel.Parallel):
             files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS, base),
             whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
         )  # fmt: skip
-        return {**options, "causal": _causal(files, config, inner), "sample_from_anchor": False}
+        return {**options, **read_causal(files, config, _causal(config, inner)), "sample_from_anchor": False}
 
     def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # JetSpec reads causal_head. vLLM reads causal, whose default differs from layer to layer.
         causal = {"causal": head.causal} | ({"causal_head": True} if head.causal else {})
+        if head.sliding_window is not None:  # is_causal says it for all layers, or nothing does
+            causal = {}
         inner = {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps or (), base), **causal}
         return {**parallel.qwen3_config(ARCHITECTURE, head, tensors, base), _TABLE: inner}
 
@@ -67,11 +72,10 @@ class DFlash(parallel.Parallel):
             raise CheckpointError(f"{files} has {_MASK}, an embedding in place of the mask token's, which is not read")
 
 
-def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool:
-    """Do slots attend only to earlier ones? Read from whichever reader's key the config has."""
+def _causal(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, bool]:
+    """Do slots attend only to earlier ones? By key, for whichever readers' keys the config has."""
     keys = ((config, "is_causal"), (inner, "causal"), (inner, "causal_head"))
-    values = {name: flag(section, name) for section, name in keys if section.get(name) is not None}
-    return agreed(files, values)
+    return {name: flag(section, name) for section, name in keys if section.get(name) is not None}
 
 
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
@@ -93,7 +97,8 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DF
 FORMATS = (
     DFlash(
         "dflash", "DFlash (z-lab's format, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
-        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}", last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}", takes_windows=ANY_CAUSAL,
+        last=layer_ids.SGLANG_LAST_OF_BLOCKS,
     ),
     DFlash(
         "jetspec", "JetSpec", "hao-ai-lab/JetSpec (main)", """\
@@ -112,11 +117,11 @@ drafter = DraftHeadTreeDrafter(
     ),
     DFlash(
         "vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), takes_draft_vocabulary=True,
-        causal=None, last=None,
+        causal=None, last=None, takes_windows=ANY_CAUSAL,
     ),
     DFlash(
         "sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG,
-        last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        takes_windows=ANY_CAUSAL, last=layer_ids.SGLANG_LAST_OF_BLOCKS,
     ),
     DFlash(
         "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
@@ -128,7 +133,7 @@ trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trt
     ),
     DFlash(
         "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), takes_biases=False,
-        positions=GGUF, last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
+        positions=GGUF, takes_windows=(True, False), last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
     ),
     DFlash(
         "openvino", "DFlash for OpenVINO GenAI", "OpenVINO GenAI 2026.4 with optimum-intel 2.2", OPENVINO,

@@ -20,8 +20,9 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
 from specheads.models.formats.keys.config_table import flag, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_config, block_names, block_options
+from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
+from specheads.models.formats.parts.windows import causal_refusals, slots_causal
 from specheads.options import shown
 
 _NORMS = ("input_layernorm", "q_norm", "k_norm")
@@ -32,7 +33,7 @@ class Parallel(Format):
     """takes_markov: supports a Markov bias and a confidence head. needs_markov: requires the bias.
     takes_draft_vocabulary: supports a draft vocabulary. causal: whether slots attend only to earlier ones. from_anchor:
     the value of sample_from_anchor. (None for either: given by the config.) takes_biases: supports attention biases.
-    last: as in `Eagle3`. positions: the scaled rotary positions it supports."""
+    last: as in `Eagle3`. positions: the scaled rotary positions it supports. takes_windows: see `causal_refusals`."""
 
     kind: ClassVar[str] = ParallelConfig.kind
     engine: str
@@ -48,6 +49,7 @@ class Parallel(Format):
     takes_biases: bool = True
     last: Collection[str] | None = ()
     positions: Positions = EVERY
+    takes_windows: Collection[bool | None] = ()
 
     def names(self, head: ParallelConfig, stored: Collection[str] = ()) -> dict[str, str]:
         names = {f"{n}.weight": f"{n}.weight" for n in ("fc", "hidden_norm", "norm")}
@@ -83,7 +85,8 @@ class Parallel(Format):
 
     def refusals(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         wrong = [layer_ids.refusal_reason(head.taps or (), base, self.last)]
-        if self.causal is not None and head.causal != self.causal and head.block_size > 1:
+        whole = any(reach.kind == "full" for reach in head.reaches)
+        if self.causal is not None and whole and head.causal != self.causal and head.block_size > 1:
             wrong.append(
                 "its slots attend only to earlier ones (causal), and this format's to the whole block" if head.causal
                 else "its slots attend both ways (causal=false), and this format's only to earlier ones"
@@ -110,6 +113,7 @@ class Parallel(Format):
         if self.engine == "llamacpp":
             wrong += layer_ids.llamacpp_refusals(base)
         wrong += self.positions.refusals(head) + scaled_embeddings(base)
+        wrong += act_refusals(head) + causal_refusals(head, self.takes_windows)
         if head.mlp_bias:
             wrong.append("its decoder has biases in the MLP, which Qwen3's lacks")
         return [reason for reason in wrong if reason]
@@ -123,12 +127,14 @@ def qwen3_config(
 ) -> dict[str, Any]:
     """The config of a Qwen3 model of so many layers, with the size of a block and of the draft vocabulary."""
     config = {
-        "architectures": [architecture], **block_config(head, tensors, base), "model_type": "qwen3",
-        "attention_bias": head.attention_bias, "block_size": head.block_size,
-        "layer_types": ["full_attention"] * head.num_layers, "num_target_layers": text_config(base).num_hidden_layers,
+        "architectures": [architecture], "layer_types": ["full_attention"] * head.num_layers,
+        **block_config(head, tensors, base), "model_type": "qwen3", "attention_bias": head.attention_bias,
+        "block_size": head.block_size, "num_target_layers": text_config(base).num_hidden_layers,
     }  # fmt: skip
     if head.draft_vocab_size != head.vocab_size:
         config["draft_vocab_size"] = head.draft_vocab_size
+    if head.sliding_window is not None and (causal := slots_causal(head)) is not None:
+        config["is_causal"] = causal
     return config
 
 

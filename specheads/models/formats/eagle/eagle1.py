@@ -22,8 +22,9 @@ from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embedding_scale
 from specheads.models.formats.keys.config_table import flag
-from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import OLDER, vllm
 
 
@@ -102,6 +103,9 @@ class Eagle(Format):
             wrong.append(f"it has {head.num_layers} decoder layers, and only one is known to be read correctly")
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
+        if head.qk_norm:
+            wrong.append("its blocks have norms on queries and keys (qk_norm), which its readers do not have")
+        wrong += act_refusals(head) + window_refusals(head, readers=False)
         return wrong + self.positions.refusals(head)
 
     def config(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:

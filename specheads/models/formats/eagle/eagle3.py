@@ -27,18 +27,20 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embeddings_of, output_matrix
 from specheads.models.formats.keys.config_table import agreed, architectures, flag, refusal, table, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.layer_ids import TABLE
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
+from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import OLDER, OPENVINO_EAGLE3, TRTLLM, llamacpp, trtllm_yaml, vllm
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURE, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 # Flags that move a norm, at the top and in the table → the option of heads here.
 NORMS = {
     "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "fc_norm": "norm_features",
     "norm_output": "norm_output",
 }  # fmt: skip
 INSIDE = {"norm_before_fc": "norm_before_fc", "return_hidden_post_norm": "norm_output"}
+_OLDER_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")  # of fc_norm, with use_aux_norm
 _SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # the NORMS that SGLang and TensorRT-LLM support
 # Name prefix of decoder block 0 → that of a later block. "midlayer.0.": ModelOpt's Megatron exporter, several blocks.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
@@ -57,10 +59,17 @@ def tensor_names(head: Eagle3Config, first: str, stored: Collection[str] = ()) -
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
         assert head.taps
-        names |= {name: name for name in (f"fc_norm.{i}.weight" for i in range(len(head.taps)))}
+        norms = [f"fc_norm.{i}.weight" for i in range(len(head.taps))]
+        older = len(norms) == len(_OLDER_NORMS) and _OLDER_NORMS[0] in stored
+        names |= dict(zip(norms, _OLDER_NORMS if older else norms, strict=True))
     if head.norm_before_fc:
         names["input_norm.weight"] = "input_norm.weight"
+    if head.own_embeddings:
+        names["embed_tokens.weight"] = "embed_tokens.weight"
     names |= block_names(head, 0, first)
+    for i in range(head.num_layers if head.qk_norm else 0):
+        theirs = _BLOCKS[first].format(i) if i else first
+        names |= {f"blocks.{i}.{norm}.weight": f"{theirs}self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
     for i in range(1, head.num_layers):
         later = _BLOCKS[first].format(i)
         other = f"{later}hidden_norm.weight" in stored and f"{later}input_layernorm.weight" not in stored
@@ -78,11 +87,12 @@ class Eagle3(Format):
     """takes_layers: supports several decoder blocks, named as here. takes_biases: supports biases in the block.
     takes_taps: can read layers other than the usual three. needs_three_taps: must read exactly three layers. last: the
     families of which its readers capture the last layer's output before the final norm; None: of all. norms: the
-    supported options that move a norm. positions: the scaled rotary positions it supports."""
+    supported options that move a norm. takes_windows: supports sliding windows. positions: the scaled rotary positions
+    it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
-    classes: ClassVar[str] = r"\w*Llama\w*"
+    classes: ClassVar[str] = rf"\w*Llama\w*|{QWEN3}"
     engine: str
     title: str
     versions: str
@@ -94,6 +104,7 @@ class Eagle3(Format):
     needs_three_taps: bool = False
     last: Collection[str] | None = ()
     norms: Collection[str] = ()
+    takes_windows: bool = False
     positions: Positions = USUAL
 
     def recognises(self, files: Files) -> bool:
@@ -130,7 +141,15 @@ class Eagle3(Format):
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
         if self.engine == "llamacpp":
             wrong += layer_ids.llamacpp_refusals(base)
-        return [reason for reason in wrong + self.positions.refusals(head) if reason]
+        if head.qk_norm and self.engine != "vllm":
+            wrong.append(
+                "its blocks are Qwen3's, with norms on queries and keys (qk_norm), and its readers' are Llama's"
+            )
+        if head.own_embeddings and self.engine != "vllm":
+            wrong.append("it has embeddings of its own (own_embeddings), and its readers take the target's")
+        wrong += qwen3_bias_refusals(head) + act_refusals(head)
+        wrong += self.positions.refusals(head) + window_refusals(head, self.takes_windows)
+        return [reason for reason in wrong if reason]
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         assert head.taps
@@ -140,6 +159,10 @@ class Eagle3(Format):
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
             **block_config(head, tensors, base), **top, **dict.fromkeys(norms, True),
         }  # fmt: skip
+        if head.own_embeddings:
+            config["embed_requires_grad"] = True
+        if head.qk_norm:
+            config |= {"architectures": [QWEN3], "model_type": "qwen3", "attention_bias": head.attention_bias}
         if self.engine == "trtllm":
             inner |= {theirs: True for theirs, ours in INSIDE.items() if ours in norms.values()}
         if inner:
@@ -212,7 +235,10 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
     norms = _read_norms(files, config, layers)
-    options = block_options(files, block, base, layers)
+    names = architectures(config) if block is config else []
+    kind = "qwen3" if QWEN3 in names or (block is not config and block.get("model_type") == "qwen3") else "llama"
+    options = {**block_options(files, block, base, layers, kind), "qk_norm": kind == "qwen3"}
+    options["own_embeddings"] = flag(config, "embed_requires_grad")
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
@@ -220,6 +246,13 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     if (claimed := whole(config, "num_aux_hidden_states", len(taps))) != len(taps):
         raise CheckpointError(f"{files}: num_aux_hidden_states={claimed}, and it reads hidden_states {list(taps)}")
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
+
+
+def qwen3_bias_refusals(head: Eagle3Config) -> list[str]:
+    """Why vLLM does not read the biases of Qwen3's block; [] if there are none."""
+    if head.qk_norm and (head.attention_bias or head.mlp_bias):
+        return ["its blocks are Qwen3's with biases, and vLLM drops that of o_proj and has none in the MLP"]
+    return []
 
 
 def translate_shared(
@@ -231,7 +264,7 @@ def translate_shared(
     block: the config of the head's decoder."""
     assert head.vocab_size and head.draft_vocab_size
     translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
-    if "embed_tokens.weight" in files.shapes:
+    if "embed_tokens.weight" in files.shapes and not head.own_embeddings:
         check_embeddings(files, "embed_tokens.weight", base)
         consumed.add("embed_tokens.weight")
     if "lm_head.weight" not in files.shapes:
@@ -270,6 +303,8 @@ def _read_norms(files: Files, config: dict[str, Any], layers: int) -> dict[str, 
 
 
 def _norm(files: Files, config: dict[str, Any], inner: dict[str, Any], theirs: str, ours: str) -> bool:
+    if theirs == "fc_norm" and flag(config, "use_aux_norm"):  # SGLang's older spelling
+        return True
     values = {theirs: flag(config, theirs)} if config.get(theirs) is not None else {}
     for name, option in INSIDE.items():
         if option == ours and inner.get(name) is not None:
@@ -293,7 +328,8 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
     ),
     Eagle3(
         "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
-        takes_layers=True, takes_biases=True, last=None, norms=tuple(NORMS.values()), positions=EVERY,
+        takes_layers=True, takes_biases=True, last=None, norms=tuple(NORMS.values()), takes_windows=True,
+        positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
@@ -302,8 +338,11 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
   --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
+
+SGLang has the window of an EAGLE-3 head on its command line alone, and counts the positions before the token: if
+config.json has a `sliding_window` of w, add `--speculative-draft-window-size` w − 1.
 """,
-        last=layer_ids.SGLANG_LAST, norms=_SERVED_NORMS, positions=SGLANG,
+        last=layer_ids.SGLANG_LAST, norms=_SERVED_NORMS, takes_windows=True, positions=SGLANG,
     ),
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\

@@ -69,7 +69,7 @@ def export(
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
     if embeddings and form.embeds is None:
         raise CheckpointError(f"{form.title} cannot hold the base's embeddings; export without them")
-    if embeddings or form.embeds:
+    if (embeddings or form.embeds) and "embed_tokens.weight" not in named:
         weight = next(t for t in tensors.values() if t.is_floating_point())
         named["embed_tokens.weight"] = embeddings_of(base).to("cpu", weight.dtype).contiguous().clone()
     base_name, path = absolute(config.base_model_name_or_path or "BASE"), str(folder)

@@ -39,7 +39,8 @@ WHY: dict[str, tuple[str, ...]] = {
         "max_position_embeddings", "original_max_position_embeddings", "max_sequence_length", "num_target_layers",
         "org_vocab_size",
     ),
-    "windows are refused, and without them this has no meaning": ("max_window_layers", "sliding_window_non_causal"),
+    "layer_types says which layers have windows": ("max_window_layers",),
+    "without windows it has no meaning; with them it is read": ("sliding_window_non_causal",),
     "a head with an lm_head.weight drafts with that, and one without is checked": ("tie_word_embeddings",),
     "the tensors show it": (
         "attention_head_dim", "attention_mode", "use_qk_norm", "dense_list", "cla_share_factor", "eh_proj_bias",

@@ -30,8 +30,9 @@ from specheads.models.formats.medusa.medusa import (
     tap_refusals,
     vocabulary_refusals,
 )
-from specheads.models.formats.parts.decoder import block_names
+from specheads.models.formats.parts.decoder import act_refusals, block_names
 from specheads.models.formats.parts.positions import LINEAR
+from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import base_name
 from specheads.options import shown
 
@@ -129,7 +130,7 @@ python -m hydra.inference.cli --model $folder_arg
             if head.attention_bias or head.mlp_bias:
                 wrong.append("its prefix layer has biases, which are dropped")
             wrong += [unread] if (unread := _positions(base)) else LINEAR.refusals(head)
-        return wrong
+        return wrong + act_refusals(head) + window_refusals(head, readers=False)
 
     def config(self, head: HydraConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         return {

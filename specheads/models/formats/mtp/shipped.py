@@ -235,7 +235,13 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         kind = text_config(base).model_type
         if (naming := naming_of(kind)) is None:
             return [f"models of type {kind} have no such modules in the programs that read them"]
-        wanted = {"hidden_first": False, "final_norm": True, "norm_output": True, **naming.options}
+        wanted: dict[str, Any] = {
+            "hidden_first": False,
+            "final_norm": True,
+            "norm_output": True,
+            "sliding_window": None,
+        }
+        wanted |= naming.options
         values = {name: getattr(head, name) for name in wanted}
         wrong = [f"it has {name}={value}" for name, value in values.items() if value != wanted[name]]
         if head.taps != (text_config(base).num_hidden_layers,):

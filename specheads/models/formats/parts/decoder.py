@@ -10,11 +10,12 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads.config import DecoderConfig
+from specheads.heads.layers.block import ACTIVATIONS
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_sizes, dtype_of
-from specheads.models.formats.keys.config_table import flag, quoted, real, whole
-from specheads.models.formats.parts import positions
+from specheads.models.formats.keys.config_table import flag, real, whole
+from specheads.models.formats.parts import positions, windows
 from specheads.options import shown
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -44,8 +45,9 @@ def block_options(
     """
     usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
     hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
+    if config is not files.config:
+        windows.refuse_at_top(files, layers)
     for section in (files.config, config):  # the same one, unless the decoder's is nested
-        _refuse_windows(files, section)
         if (target := section.get("target_hidden_size")) not in (None, hidden):
             raise CheckpointError(
                 f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); "
@@ -55,8 +57,8 @@ def block_options(
         raise CheckpointError(
             f"{files}: its decoder is of type {shown(model_type)}; such heads here have {kind}'s block"
         )
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have silu")
+    if (act := config.get("hidden_act", "silu")) not in (*ACTIVATIONS,):
+        raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have {', '.join(ACTIVATIONS)}")
     check_sizes(files, {"hidden_size": hidden, "vocab_size": vocab}, base)
     if (claimed := whole(config, "num_hidden_layers", layers)) != layers:
         raise CheckpointError(f"{files}: its config says {claimed} decoder layers, and its tensors make up {layers}")
@@ -69,26 +71,8 @@ def block_options(
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
         "rope_parameters": positions.read_rope(files, config),
         "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
+        "hidden_act": act, **windows.read_windows(files, config, layers),
     }  # fmt: skip
-
-
-def _refuse_windows(files: Files, config: dict[str, Any]) -> None:
-    """CheckpointError if a config says that a layer may attend to a window only, which none here does."""
-    kinds, used, window = (config.get(name) for name in ("layer_types", "use_sliding_window", "sliding_window"))
-    whole_text = isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds)
-    if kinds is not None and not whole_text:
-        claim = f"layer_types={quoted(kinds)}"
-    elif used not in (None, False):
-        claim = f"use_sliding_window={quoted(used)}"
-    elif window is not None and used is None and not whole_text:
-        claim = f"sliding_window={quoted(window)}, and nothing says that no layer has it"
-    else:
-        return
-    raise CheckpointError(
-        f"{files}: its config says {claim}; layers of heads here have full attention, with which such a head would "
-        "draft worse in long texts, so it is not read yet. If its layers do have full attention, write "
-        '"use_sliding_window": false, without layer_types'
-    )
 
 
 def zero_biases(files: Files, config: dict[str, Any], head: DecoderConfig) -> dict[str, Tensor]:
@@ -114,6 +98,13 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
     return every or three
 
 
+def act_refusals(head: DecoderConfig) -> list[str]:
+    """Why servers do not read a head's activation; [] if they do."""
+    if head.hidden_act == "silu":
+        return []
+    return [f"its activation is {head.hidden_act}, and its readers have silu"]
+
+
 def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
     """The Llama config of a head's decoder, with every size given explicitly."""
     base_config, biases = text_config(base), {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
@@ -124,8 +115,8 @@ def block_config(head: DecoderConfig, tensors: dict[str, Tensor], base: PreTrain
         "model_type": "llama", "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
-        "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
-        **positions.rope_keys(head),
+        "intermediate_size": head.intermediate_size, "hidden_act": head.hidden_act, "rms_norm_eps": head.rms_norm_eps,
+        **positions.rope_keys(head), **windows.window_keys(head),
         "max_position_embeddings": getattr(base_config, "max_position_embeddings", None) or 2048,
         "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors), **biases,
         **{name: value for name, value in ids.items() if value is not None},

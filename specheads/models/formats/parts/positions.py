@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils import logging as hf_logging
 
 from specheads.heads.config import DecoderConfig
-from specheads.heads.layers.rope import USUAL_THETA, complete_rope, rope_options
+from specheads.heads.layers.rope import SHARE, USUAL_THETA, complete_rope, rope_options
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.keys.config_table import flag, real, table, whole, wholes
@@ -24,17 +24,21 @@ _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim
 
 @dataclass(frozen=True)
 class Positions:
-    """The scaled rotary positions that a program supports: its rope types, the YaRN options that it reads, and whether
-    it applies rope_theta with them."""
+    """The rotary positions that a program supports: its rope types, the YaRN options that it reads, whether it applies
+    rope_theta with scaled ones, and whether a part of each head may be rotated alone."""
 
     types: tuple[str, ...] = ("linear", "llama3", "yarn")
     yarn: tuple[str, ...] = _YARN
     theta: bool = True
+    partial: bool = False
 
     def refusals(self, head: DecoderConfig) -> list[str]:
         """Why the program does not support the head's positions; [] if it does."""
         assert head.rope_parameters
         kind, theta = head.rope_parameters["rope_type"], head.rope_parameters["rope_theta"]
+        share = head.rope_parameters.get(SHARE, 1)
+        if share != 1 and not self.partial:
+            return [f"it rotates {share:g} of each attention head, and its readers rotate all of it"]
         if kind == "default":
             return []
         wrong = f"its positions are scaled (rope_type {kind})"
@@ -47,9 +51,9 @@ class Positions:
         return []
 
 
-EVERY = Positions()
+EVERY = Positions(partial=True)
 USUAL = Positions(yarn=("beta_fast", "beta_slow"))
-SGLANG = Positions(yarn=("beta_fast", "beta_slow", "truncate"))
+SGLANG = Positions(yarn=("beta_fast", "beta_slow", "truncate"), partial=True)
 GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # Qwen3's blocks in llama.cpp
 LINEAR = Positions(("linear",), theta=False)  # for code that predates the other types
 
@@ -57,16 +61,16 @@ LINEAR = Positions(("linear",), theta=False)  # for code that predates the other
 def rope_keys(head: DecoderConfig) -> dict[str, Any]:
     """Config keys that transformers 4 and 5 both read. `type` is for the EAGLE repository, which ignores rope_type."""
     assert head.rope_parameters
-    scaling = {name: value for name, value in head.rope_parameters.items() if name != "rope_theta"}
-    theta, kind = head.rope_parameters["rope_theta"], scaling["rope_type"]
-    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": {"type": kind, **scaling}})
+    top = {name: head.rope_parameters[name] for name in ("rope_theta", SHARE) if name in head.rope_parameters}
+    scaling = {name: value for name, value in head.rope_parameters.items() if name not in top}
+    kind = scaling["rope_type"]
+    return top | ({} if kind == "default" else {"rope_scaling": {"type": kind, **scaling}})
 
 
 def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
     """The rope_parameters of a config. Default: plain RoPE with a base of 10000, since consumers ignore the target's.
 
-    CheckpointError if the two spellings disagree, or only part of each attention head is rotated. Anything else that
-    no head supports is refused by the head's options.
+    CheckpointError if the two spellings disagree. What no head supports is refused by the head's options.
     """
     tables = {name: table(config, name) for name in ("rope_parameters", "rope_scaling") if table(config, name)}
     spellings = [_filled(files, config, rope) for rope in tables.values()] or [_filled(files, config, {})]
@@ -81,11 +85,12 @@ def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
 
 def _filled(files: Files, config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     """The rope_parameters of one spelling. Keys that its type does not have are not read, so they are refused later."""
-    share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise CheckpointError(f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it")
     kind = _text_type(files, rope)
     options = {name: rope.get(name) for name in rope_options(kind)}
+    shares = [real(section, SHARE, 1.0) for section in (config, rope) if section.get(SHARE) is not None]
+    if len({*shares}) > 1:
+        raise CheckpointError(f"{files}: its config says {SHARE}={shares[0]:g} and {shares[1]:g}; take one away")
+    options[SHARE] = shares[0] if shares and shares[0] != 1 else None
     longest, original = whole(config, "max_position_embeddings", 2048), config.get("original_max_position_embeddings")
     if original is not None and "original_max_position_embeddings" in options:
         options["original_max_position_embeddings"] = original

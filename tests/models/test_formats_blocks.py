@@ -259,11 +259,39 @@ def test_a_head_that_cannot_be_held_is_refused(form, changes, message, base, tmp
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
-def test_a_mask_embedding_beside_the_head_and_matrices_of_another_base_are_refused(base, tmp_path):
-    foreign_blocks.head(tmp_path / "a", "z-lab")
-    (tmp_path / "a" / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"has mask_embedding.pt, an embedding in place of the mask token's"):
-        SpecModel.from_pretrained(tmp_path / "a", base=base)
+@pytest.mark.parametrize("form", ["z-lab", "dflash2"])
+def test_a_mask_embedding_beside_the_head_takes_the_place_of_the_mask_tokens(form, base, tmp_path):
+    own = torch.randn(32, generator=torch.Generator().manual_seed(3))
+    for name, values in (("a", own), ("b", {"mask_token_id": 9, "embedding": own})):
+        tensors = foreign_blocks.head(tmp_path / name, form)
+        torch.save(values, tmp_path / name / "mask_embedding.pt")
+        model = imported(tmp_path / name, base)
+        assert torch.equal(model.head.mask_embed.weight[0], own) and model.head.config.mask_token_id == 9
+    embed = embeddings(base).clone()
+    embed[9] = own
+    assert_drafts(model, lambda s, t, d: foreign_blocks.logits(tensors, form, s, embed, lm_head_of(base), t, d))
+    assert engines_for(model.config, base, model.head) == ["dflash", "sglang", "vllm"]
+    for to in ("dflash", "sglang", "vllm"):
+        model.export(tmp_path / to, to)
+        again = imported(tmp_path / to, base)
+        assert again.head.config == model.head.config and same(again.head_state_dict(), model.head_state_dict())
+
+
+def test_a_wrong_mask_embedding_and_matrices_of_another_base_are_refused(base, tmp_path):
+    own = torch.randn(32)
+    for said, values in (
+        ("is damaged", b"pickle"), ("for each slot", {"embedding": own, "per_position": True}),
+        ("of token 8, and the config's mask_token_id=9", {"mask_token_id": 8, "embedding": own}),
+        ("'embedding' is not a plain tensor", {}),
+        (r"is \(31,\) of torch.float32, not 32 values", own[1:]), ("not 32 values", own.long()),
+    ):  # fmt: skip
+        foreign_blocks.head(tmp_path / "a", "z-lab")
+        path = tmp_path / "a" / "mask_embedding.pt"
+        path.write_bytes(values) if isinstance(values, bytes) else torch.save(values, path)
+        with pytest.raises(CheckpointError, match=r"mask_embedding\.pt is a pickle, which can run code"):
+            SpecModel.from_pretrained(tmp_path / "a", base=base)
+        with pytest.raises(CheckpointError, match=said):
+            imported(tmp_path / "a", base)
     other = tiny_llama()
     with torch.no_grad():
         other.lm_head.weight.add_(1)

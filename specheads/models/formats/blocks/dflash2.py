@@ -137,11 +137,14 @@ FORMATS = (
     DFlash2(
         "dflash", "DFlash 2 (z-lab's format, which the servers share)", "z-lab/dflash, vLLM 0.33, SGLang 0.5.23",
         f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\nBy SGLang:\n\n{_SGLANG}", last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        takes_mask=True,
     ),
-    DFlash2("vllm", "DFlash 2 for vLLM", "vLLM 0.33", f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\n", last=None),
+    DFlash2(
+        "vllm", "DFlash 2 for vLLM", "vLLM 0.33", f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\n", last=None, takes_mask=True,
+    ),
     DFlash2(
         "sglang", "DFlash 2 for SGLang", "SGLang 0.5.23", _SGLANG, positions=SGLANG,
-        last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
     DFlash2(
         "llamacpp", "DFlash 2 for llama.cpp", "llama.cpp b11434", llamacpp("dflash"), takes_biases=False,
@@ -149,6 +152,6 @@ FORMATS = (
     ),
     Domino(
         "sglang", "Domino for SGLang", "SGLang 0.5.23, which wants bfloat16 and a GPU", _SGLANG, positions=SGLANG,
-        last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
 )  # fmt: skip

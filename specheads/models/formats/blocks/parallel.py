@@ -31,6 +31,7 @@ _NORMS = ("input_layernorm", "q_norm", "k_norm")
 class Parallel(Format):
     """takes: the types of bias (`markov_type`) it supports; with one of DSpark's, a confidence head too. needs_markov:
     requires the bias. convolved: its blocks have convolutions. scaled: supports a scale and a cap of logits.
+    takes_mask: supports a mask embedding of the head's own, in place of its mask token's.
     takes_draft_vocabulary: supports a draft vocabulary. causal: whether slots attend only to earlier ones. from_anchor:
     the value of sample_from_anchor. (None for either: given by the config.) takes_biases: supports attention biases.
     last: as in `Eagle3`. positions: the scaled rotary positions it supports."""
@@ -44,6 +45,7 @@ class Parallel(Format):
     takes: tuple[str, ...] = ()
     convolved: bool = False
     scaled: bool = False
+    takes_mask: bool = False
     takes_draft_vocabulary: bool = False
     causal: bool | None = False
     from_anchor: bool | None = None
@@ -93,7 +95,7 @@ class Parallel(Format):
         wrong += form_refusals(head, self.takes, self.convolved, self.scaled)
         if not self.takes_draft_vocabulary and head.draft_vocab_size != head.vocab_size:
             wrong.append(f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and its readers draft all")
-        if head.mask_token_id is None:
+        if head.mask_token_id is None or (head.masks_by_own and not self.takes_mask):
             wrong.append(
                 "its slots after the root read an embedding of its own, and this format's a token of the base "
                 "(mask_token_id)"

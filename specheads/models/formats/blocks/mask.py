@@ -1,7 +1,7 @@
 """mask_embedding.pt beside a DFlash head: the embedding of slots after the root, in place of the mask token's.
 
-Xiaomi's MiMo heads have one. vLLM 0.33 and SGLang 0.5.23 read it: a table of `embedding` (H,) and `mask_token_id`, or in
-vLLM the embedding alone.
+Xiaomi's MiMo heads have one. vLLM 0.33 and SGLang 0.5.23 read it: a table of `embedding` (H,) and `mask_token_id`, or
+in vLLM the embedding alone.
 """
 
 from __future__ import annotations

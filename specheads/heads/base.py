@@ -22,7 +22,7 @@ from specheads.decoding.tree import DraftTree
 from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.heads.config import HeadConfig
 from specheads.heads.sampling import random_keys
-from specheads.losses.objective import Scores, score_drafts
+from specheads.losses.objective import Project, Scores, score_drafts
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import Teacher
 
@@ -39,6 +39,7 @@ class TapBatch:
     num_items: what summed losses are divided by, given under gradient accumulation and with several processes; None:
       the supervised tokens of this batch.
     seed: of the random draws, a different one at each step of a run; None draws one from torch's generator.
+    progress: the share of a run that is done, for losses that change in its course; 1 in evaluation.
     """
 
     tokens: Tensor
@@ -51,6 +52,7 @@ class TapBatch:
     lm_head: Callable[[Tensor], Tensor]
     num_items: Tensor | float | None = None
     seed: int | None = None
+    progress: float = 1.0
 
     @property
     def denominator(self) -> Tensor | float:
@@ -178,15 +180,16 @@ class DraftHead(nn.Module, Drafter, ABC):
         rows: list[Tensor],
         depth_weights: tuple[float, ...],
         overlaps: bool = False,
+        project: Project | None = None,
     ) -> Scores:
         """Score drafts against the base by the config's loss. rows: the outputs of each draft s, (R_s, H). overlaps:
-        compute α in training too."""
+        compute α in training too. project: rows → what to score; None for `draft_logits`."""
         assert self.config.vocab_size is not None
         return score_drafts(
             targets,
             batch.teacher,
             rows,
-            lambda hidden, depth: self.draft_logits(hidden, depth, batch.lm_head),
+            project or (lambda hidden, depth: self.draft_logits(hidden, depth, batch.lm_head)),
             self.output_parameters(),
             self.draft_ids,
             vocab_size=self.config.vocab_size,

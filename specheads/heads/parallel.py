@@ -2,15 +2,17 @@
 
 A block is the root's embedding followed by mask embeddings. Its queries attend to the target's tapped features at every
 position before the root and, causally, to the block itself. The base's output matrix gives the logits of each slot, and
-a low-rank Markov bias adds the effect of the token drafted before it. DFlash (arXiv:2602.06036: bidirectional inside
-the block), DSpark (arXiv:2607.05147: the bias, the confidence), JetSpec (arXiv:2606.18394: causal, best-first trees).
+a low-rank bias adds the effect of the tokens drafted before it. DFlash (arXiv:2602.06036: bidirectional inside the
+block), DSpark (arXiv:2607.05147: the bias, the confidence), JetSpec (arXiv:2606.18394: causal, best-first trees),
+DFlash 2 (a convolution over slots, a selector), Domino (a recurrent bias). Their formulas: heads/layers/.
 
 With sample_from_anchor a slot predicts the token after its position, as in DSpark: K slots draft K tokens. Without it a
 slot predicts the token at its position, as in DFlash and JetSpec: the root's slot drafts nothing, but the others attend
 to it, so K slots draft K − 1 tokens.
 
 Shapes: B batch rows, T positions, F tapped features, H hidden, A anchors of a row, K slots of a block, D tokens it
-drafts, M slots of several blocks, r Markov rank, Vd draft vocabulary.
+drafts, M slots of several blocks, r rank of the bias, Vd draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.planner import BestFirstTree, ChildLogits, Plan
+from specheads.decoding.planner import BestFirstTree, Plan
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
@@ -32,10 +34,12 @@ from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import UnsupportedModel, layer_count, logits_of, refuse_more_than_lm_head
 from specheads.decoding.verify.masks import additive, visible
 from specheads.heads.base import TapBatch
-from specheads.heads.config import DecoderConfig
+from specheads.heads.block_logits import BlockLogits, BlockOptions, Embed
 from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed, soften
+from specheads.heads.layers.convolution import ConvolvedBlock
+from specheads.heads.layers.domino import base_share
 from specheads.heads.sampling import AnchoredBlocks
-from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary
+from specheads.heads.vocabulary import check_draft_vocabulary
 from specheads.losses.chunked import calls_of_all
 from specheads.losses.targets import tokens_left
 
@@ -46,7 +50,7 @@ Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class ParallelConfig(DecoderConfig):
+class ParallelConfig(BlockOptions):
     """taps: the states read, as in decoding/verify/taps.py. draft_vocab_size: tokens the head can draft (default: all).
     block_size: slots of a block, the root's included.
     sample_from_anchor: true: a slot predicts the token after its position; false: the token at its position, as in
@@ -54,9 +58,8 @@ class ParallelConfig(DecoderConfig):
     causal: false: slots attend to one another in both directions, as in DFlash.
     causal_windows: the same for layers with a window (default: as causal). DFlash's readers take true, with causal
       false, if a config does not say. A window holds at least a block, and each slot counts it from its own position.
-    markov_rank: rank of the Markov bias; 0 for none.
-    confidence: learn how likely each draft is accepted.
-    mask_token_id: the base's token that slots after the root read (default: an embedding of the head's own).
+    conv_taps: slots that a convolution around each sublayer spans, as in DFlash 2: 2; 0 for none.
+    conv_group: channels that share what a convolution reads of its input; divides hidden_size.
     anchors: blocks per row that a training step samples. The accepted length it logs counts each of them once.
     decay: the loss of the draft at depth j has weight decay^j; published: e^(−1/4) for blocks of 8, e^(−1/7) for 16.
     draft_depth: the default tree's depth.
@@ -65,7 +68,6 @@ class ParallelConfig(DecoderConfig):
     """
 
     kind: ClassVar[str] = "parallel"
-    loss_terms: ClassVar[tuple[str, ...]] = ("confidence",)
 
     loss: str = "kl"
     draft_vocab_size: int | None = None
@@ -75,9 +77,8 @@ class ParallelConfig(DecoderConfig):
     sample_from_anchor: bool = True
     causal: bool = True
     causal_windows: bool | None = None
-    markov_rank: int = 256
-    confidence: bool = False
-    mask_token_id: int | None = None
+    conv_taps: int = 0
+    conv_group: int = 16
     anchors: int = 512
     decay: float = 0.78
     draft_depth: int = 8
@@ -94,6 +95,16 @@ class ParallelConfig(DecoderConfig):
             )
         if self.causal_windows is not None and self.sliding_window is None:
             raise ValueError("parallel head option causal_windows is of layers with a window: give sliding_window too")
+        if self.conv_taps > self.block_size:
+            raise ValueError(f"conv_taps={self.conv_taps} spans more than a block of {self.block_size} slots")
+        if self.conv_taps and self.hidden_size and self.hidden_size % self.conv_group:
+            raise ValueError(f"conv_group={self.conv_group} must divide hidden_size={self.hidden_size}")
+
+    def decoder_block(self) -> ContextBlock:
+        if not self.conv_taps:
+            return ContextBlock(**self.block_sizes())
+        convolution = {"block_size": self.block_size, "taps": self.conv_taps, "group": self.conv_group}
+        return ConvolvedBlock(**convolution, **self.block_sizes())
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -136,7 +147,7 @@ class ParallelConfig(DecoderConfig):
         return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
 
 
-class ParallelHead(DraftVocabulary):
+class ParallelHead(BlockLogits):
     Config = ParallelConfig
     config: ParallelConfig
 
@@ -144,23 +155,16 @@ class ParallelHead(DraftVocabulary):
         super().__init__(config)
         c = config
         assert c.hidden_size and c.vocab_size and c.draft_vocab_size and c.taps
-        size, rank, drafted = c.hidden_size, c.markov_rank, c.draft_vocab_size
+        size = c.hidden_size
         self.fc = nn.Linear(len(c.taps) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps=c.rms_norm_eps)
-        self.decoder = nn.ModuleList(ContextBlock(**c.block_sizes()) for _ in range(c.num_layers))
+        self.decoder = nn.ModuleList(c.decoder_block() for _ in range(c.num_layers))
         self.norm = RMSNorm(size, eps=c.rms_norm_eps)
         self.rotary = c.rotary()
-        if c.mask_token_id is None:
+        if c.masks_by_own:
             self.mask_embed = nn.Embedding(1, size)  # a module, because ZeRO-3 gathers its weight when it is called
             nn.init.normal_(self.mask_embed.weight, std=0.02)
-        if rank:
-            self.markov_embed = nn.Embedding(c.vocab_size, rank)
-            self.markov_lm_head = nn.Linear(rank, drafted, bias=False)
-            nn.init.zeros_(self.markov_lm_head.weight)
-        if drafted < c.vocab_size:
-            self.lm_head = nn.Linear(size, drafted, bias=False).requires_grad_(False)
-        if config.confidence:
-            self.confidence = nn.Linear(size + rank, 1)
+        self.add_outputs()
 
     def passes(self, length: int) -> float:
         return 1 + min(self.config.anchors, length) * self.config.block_size / length
@@ -194,35 +198,18 @@ class ParallelHead(DraftVocabulary):
             )
         super().set_draft_vocabulary(counts, base)
 
-    def output_layers(self) -> list[nn.Linear]:
-        return [self.lm_head] if self.narrow else []
-
-    def output_parameters(self) -> list[Tensor]:
-        markov = [self.markov_lm_head.weight] if self.config.markov_rank else []
-        return [*super().output_parameters(), *markov]
-
-    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any) -> Tensor:
-        """hidden (…, H + r): a slot's output and the Markov embedding of the token before its own (`append_markov`)."""
-        if not self.config.markov_rank:
-            return self.marginal(hidden, lm_head)
-        rank = self.config.markov_rank
-        return self.marginal(hidden[..., :-rank], lm_head) + self.markov_lm_head(hidden[..., -rank:])
-
-    def marginal(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """A slot's output (…, H) → its logits (…, Vd) without the Markov bias."""
-        return self.lm_head(hidden) if self.narrow else lm_head(hidden)
-
     # Inputs and outputs of a block
 
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped features (B, T, F) → the context (B, T, H)."""
         return self.hidden_norm(self.fc(features.to(self.dtype)))
 
-    def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    def slots(self, tokens: Tensor, count: int, embed: Embed) -> Tensor:
         """Roots (B, A) → inputs of the first `count` slots of their blocks (B, A · count, H)."""
-        mask_id = self.config.mask_token_id
+        mask_id: Any = self.config.mask_token_id
         # new_full, because new_tensor would copy from the host and wait.
-        mask = self.mask_embed(tokens.new_zeros(1)) if mask_id is None else embed(tokens.new_full((1,), mask_id))
+        own = self.config.masks_by_own
+        mask = self.mask_embed(tokens.new_zeros(1)) if own else embed(tokens.new_full((1,), mask_id))
         root = embed(tokens).to(self.dtype).unsqueeze(2)
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
@@ -233,10 +220,6 @@ class ParallelHead(DraftVocabulary):
         for i, layer in enumerate(self.decoder):
             x = self.maybe_checkpoint(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
         return self.norm(x)
-
-    def append_markov(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Slot outputs (…, H) and the tokens (…) before those drafted → (…, H + r), the input of `draft_logits`."""
-        return torch.cat([hidden, self.markov_embed(before)], -1) if self.config.markov_rank else hidden
 
     # Training
 
@@ -279,16 +262,25 @@ class ParallelHead(DraftVocabulary):
         sample = (config.anchors, batch.keys()) if self.training else ()
         blocks = AnchoredBlocks.sample(batch.supervised, batch.documents, config.num_drafted, *sample)
         targets = blocks.targets(batch.tokens, tokens_left(batch.supervised, batch.documents))
-        before = batch.tokens.flatten()[targets.positions]
-        rows = self.append_markov(self.outputs(batch, blocks)[blocks.learned], before)
+        column = blocks.anchors.unsqueeze(2) + torch.arange(config.num_drafted, device=batch.tokens.device)
+        column = column.clamp_max(batch.tokens.shape[1] - 1).flatten(1)
+        before = self.read_before(batch.tokens.gather(1, column).view(blocks.learned.shape), batch.embed)
+        outputs = self.outputs(batch, blocks)
+        rows = self.rows(outputs, before, blocks.learned)
         weights = tuple(config.decay**j for j in range(config.num_drafted))
-        scores = self.score(batch, targets, [rows], weights, overlaps=config.confidence)
+        share = base_share(batch.progress) if config.markov_rank and config.markov_type == "domino" else 0.0
+        scores = self.score(
+            batch, targets, [rows], weights, overlaps=config.confidence,
+            project=lambda rows, depth: self.drafts(rows, batch.lm_head, share),
+        )  # fmt: skip
         total, terms = scores.total / batch.denominator, scores.terms(batch.denominator)
+        if config.chooses:
+            terms["selector"] = scores.choices.detach() / batch.denominator
         if config.confidence:
             assert scores.alphas is not None
-            confidence = at_least_float32(self.confidence(rows))
-            alphas = scores.alphas.to(confidence.dtype)
-            loss = F.binary_cross_entropy_with_logits(confidence, alphas, reduction="none")
+            sure = self.confidence_logits(outputs[blocks.learned], before[blocks.learned])
+            sure = at_least_float32(sure).unsqueeze(1)
+            loss = F.binary_cross_entropy_with_logits(sure, scores.alphas.to(sure.dtype), reduction="none")
             weight = targets.weights * loss.new_tensor(weights)[targets.depths]
             terms["confidence"] = (loss.detach() * targets.weights).sum() / batch.denominator
             total = total + (loss * weight).sum() / batch.denominator
@@ -338,20 +330,6 @@ class ParallelHead(DraftVocabulary):
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
         hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)[:, config.silent_slots :]
-        ids = self.target_ids
-        levels = zip(hidden.split(1, 1), self.marginal(hidden, target.lm_head).split(1, 1), strict=True)
-
-        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
-            out, logits = next(levels)  # (B, 1, H), (B, 1, Vd)
-            width = tokens.shape[1]
-
-            def acceptance() -> Tensor:
-                return self.confidence(self.append_markov(out.expand(-1, width, -1), tokens)).squeeze(2).sigmoid()
-
-            confidence = acceptance if config.confidence else None
-            if not config.markov_rank:
-                return ChildLogits(logits, ids, width, confidence)
-            return ChildLogits(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=confidence)
-
         assert config.vocab_size is not None
+        expand = self.expander(hidden, target.lm_head, target.embed)
         return plan.grow(context.root, expand, sampler, config.vocab_size)

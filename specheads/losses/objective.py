@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,21 @@ from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, overlap, parse
 from specheads.losses.targets import ENDED, DraftTargets
 from specheads.losses.teacher import Teacher, TeacherProbs
 
-Project = Callable[[Tensor, int], Tensor]  # rows of draft s (C_s, H) → draft logits (C_s, Vd)
+
+class Drafts(NamedTuple):
+    """Draft logits of a head that is not trained on all that it drafts by, or not on that alone.
+
+    drafted (C_s, Vd): what it drafts by, which is ranked; −inf for a token that it cannot draft. learnt: logits that
+    the loss compares with the base, each with its weight. choose: the tokens to choose (C_s,) → a further loss (C_s,),
+    for a head that orders the likeliest tokens.
+    """
+
+    drafted: Tensor
+    learnt: tuple[tuple[Tensor, float], ...]
+    choose: Callable[[Tensor], Tensor] | None = None
+
+
+Project = Callable[[Tensor, int], "Tensor | Drafts"]  # rows of draft s (C_s, H) → draft logits (C_s, Vd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +44,7 @@ class Scores:
     total: Σ of weighted losses. depths (D,): Σ at each depth, without the depth weights.
     ranks (R', D) int64: the rank of the base's token in each draft of a start; −1 outside the draft vocabulary, and
     ENDED where no draft gains anything, as the answer ends. overlaps (R', D) or None: α = Σ min(p, q) of the same
-    drafts, 0 where ENDED; alphas (R, S): α by target.
+    drafts, 0 where ENDED; alphas (R, S): α by target. choices: Σ of the loss of `Drafts.choose`, not in depths.
     """
 
     total: Tensor
@@ -37,6 +52,7 @@ class Scores:
     ranks: Tensor
     overlaps: Tensor | None
     alphas: Tensor | None
+    choices: Tensor
 
     def terms(self, denominator: Tensor | float) -> dict[str, Tensor]:
         """The terms that DraftHead.loss reports."""
@@ -110,29 +126,39 @@ def score_drafts(
         probs = teacher_probs_at(teacher, targets, needed, draft, compare, overlaps)
         best = in_draft(probs.best, draft)
         shape = span.stop - span.start, len(rows)
-        losses, alphas = weights.new_zeros(shape), weights.new_zeros(shape)
+        losses, choices, alphas = (weights.new_zeros(shape) for _ in range(3))
         ranks = torch.full(shape, -1, device=losses.device)
         parts = (by_draft[i * len(rows) : (i + 1) * len(rows)] for i in range(3))
         for s, (at, ranked_at, hidden) in enumerate(zip(*parts, strict=True)):
             with torch.set_grad_enabled(trained[s] and torch.is_grad_enabled()):
-                logits = at_least_float32(project(hidden, s))
+                drafts = drafts_of(project(hidden, s))
+            logits = drafts.drafted
             ranks[ranked_at - span.start, s] = rank_of(
                 logits.detach()[index_in(at, ranked_at)], best[index_in(needed, ranked_at)]
             )
             if not (trained[s] or overlaps):
                 continue
-            log_q, here = logits.log_softmax(-1), index_in(needed, at) if compare else slice(None)
+            here = index_in(needed, at) if compare else slice(None)
             p = probs.at(here)
+            log_q = logits.log_softmax(-1)
             if overlaps:  # over all tokens: those outside the draft vocabulary count as rejected
                 q = p.outcomes(log_q.detach())
                 alphas[at - span.start, s] = overlap(q, p.log_p + p.mass.log().unsqueeze(1))
             if trained[s]:
-                loss = losses_of(log_q, tokens[at], p, best[here])
-                add((loss * weights[at, s]).sum())
+                loss = log_q.new_zeros(len(log_q))
+                for learnt, weight in drafts.learnt:
+                    compared = log_q if learnt is logits else learnt.log_softmax(-1)
+                    loss = loss + weight * losses_of(compared, tokens[at], p, best[here])
                 losses[at - span.start, s] = loss.detach()
-        return losses, ranks, alphas
+                if drafts.choose is not None:  # the base's likeliest token; the text's if only that is learnt
+                    label = best[here] if soft else tokens[at]
+                    choice = torch.where(label >= 0, drafts.choose(label.clamp_min(0)), 0)
+                    loss = loss + choice
+                    choices[at - span.start, s] = choice.detach()
+                add((loss * weights[at, s]).sum())
+        return losses, ranks, alphas, choices
 
-    total, (losses, ranks, alphas) = chunked_sum(
+    total, (losses, ranks, alphas, choices) = chunked_sum(
         score_chunk,
         [torch.arange(len(targets.positions), device=rows[0].device), needs_teacher, *scored, *ranked, *rows],
         parameters,
@@ -145,7 +171,18 @@ def score_drafts(
         targets.scatter_counted(ranks, ENDED),
         targets.scatter_counted(alphas, 0) if overlaps else None,
         alphas if overlaps else None,
+        (choices * targets.weights).sum(),
     )
+
+
+def drafts_of(projected: Tensor | Drafts) -> Drafts:
+    """Draft logits in float32 at least; those of a plain head are all that is learnt."""
+    if isinstance(projected, Drafts):
+        drafted = at_least_float32(projected.drafted)
+        learnt = ((drafted if part is projected.drafted else at_least_float32(part), w) for part, w in projected.learnt)
+        return projected._replace(drafted=drafted, learnt=tuple(learnt))
+    logits = at_least_float32(projected)
+    return Drafts(logits, ((logits, 1.0),))
 
 
 @torch.no_grad()
@@ -157,7 +194,7 @@ def draft_chances(
     def compute(add: Add, span: slice, _: Tensor, *by_draft: Tensor) -> tuple[Tensor, ...]:
         chances = rows[0].new_zeros(span.stop - span.start, len(rows), dtype=at_least_float32(rows[0]).dtype)
         for s, (indices, hidden) in enumerate(zip(by_draft[: len(rows)], by_draft[len(rows) :], strict=True)):
-            q, token = at_least_float32(project(hidden, s)).softmax(-1), tokens[indices]
+            q, token = drafts_of(project(hidden, s)).drafted.softmax(-1), tokens[indices]
             chance = q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
             chances[indices - span.start, s] = chance * (token >= 0)
         add(chances.new_zeros(()))
@@ -191,7 +228,8 @@ def in_draft(tokens: Tensor, draft: DraftIds | None) -> Tensor:
 
 @torch.no_grad()
 def rank_of(logits: Tensor, token: Tensor) -> Tensor:
-    """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it; −1 where token is −1.
+    """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it; −1 where token is −1 or its logit −inf,
+    which is never drafted.
 
     On ties the lower id is drafted first, as in argmax.
     """
@@ -202,4 +240,4 @@ def rank_of(logits: Tensor, token: Tensor) -> Tensor:
     if logits.device.type != "cpu" or bool((torch.eq(logits, score, out=flags).sum(1) > 1).any()):
         ids = torch.arange(logits.shape[1], device=logits.device)
         before += ((logits == score) & (ids < token.unsqueeze(1))).sum(1)
-    return torch.where(token < 0, -1, before)
+    return torch.where((token < 0) | (score.squeeze(1) == -torch.inf), -1, before)

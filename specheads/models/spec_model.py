@@ -157,6 +157,8 @@ class SpecModel(PreTrainedModel):
         features, teacher = self.observe_base(
             input_ids, attention_mask, position_ids, documents if packed else None, **kwargs
         )
+        # Evaluations use the final weights of losses, so that they are comparable.
+        progress = self.progress if self.training else 1.0
         batch = TapBatch(
             tokens=input_ids,
             features=features,
@@ -168,14 +170,14 @@ class SpecModel(PreTrainedModel):
             lm_head=lambda hidden: logits_of(self.base, hidden),
             num_items=num_items_in_batch,
             seed=self.draw_seed,
+            progress=progress,
         )
         loss, terms = self.head.loss(batch)
         if self.joint is not None:
             assert isinstance(teacher, LiveTeacher)
             mask = packed_mask(self.base, documents, position_ids) if packed else attention_mask
             of_base = base_loss(self.joint, batch, teacher, self.base, mask)
-            # Evaluations use the final weight, so that they are comparable.
-            loss = of_base + self.joint.weight(self.progress if self.training else 1.0) * loss
+            loss = of_base + self.joint.weight(progress) * loss
             terms["base"] = of_base.detach()
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 

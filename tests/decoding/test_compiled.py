@@ -23,7 +23,7 @@ from specheads import (
 from specheads.decoding.acceptance import RULES, rule_named
 from specheads.decoding.compiled import StepCompiler, compiled_steps
 from specheads.decoding.verify.causal import Target
-from tests.reference.slow_heads import KINDS, WINDOWED
+from tests.reference.slow_heads import FORMS, KINDS, WINDOWED
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401
 from tests.support.families import FAMILIES, RECURRENT, build
@@ -53,6 +53,16 @@ def test_a_heads_whole_step_is_one_graph_and_gives_the_same_text(kind, options, 
     steps = compiled_steps(model.base, "eager")
     assert steps.failure is None
     assert [function.__name__ for function, _ in steps._known] == ["whole_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["DFlash 2", "rnn", "Domino"])
+def test_a_step_of_each_form_of_a_parallel_heads_block_is_one_graph(form):
+    model = spec_model("parallel", **FORMS[form])
+    without, compiled = texts_of(model, padded(PROMPTS), tree=BestFirstTree(6, 2, 2))
+    assert compiled == without
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and [function.__name__ for function, _ in steps._known] == ["whole_step"]
 
 
 @pytest.mark.sampled(199)

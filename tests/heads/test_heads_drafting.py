@@ -6,7 +6,7 @@ import torch
 from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
 from specheads.decoding.tree import DraftTree
 from tests.reference.foreign_rope import PARTIAL, SCALED
-from tests.reference.slow_heads import KINDS, WINDOWED, taps
+from tests.reference.slow_heads import FORMS, KINDS, WINDOWED, taps
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.prompts import PROMPTS, padded
 
@@ -65,6 +65,7 @@ class Forced:
         ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
         ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "rope_parameters": PARTIAL, "own_embeddings": True}),
         *WINDOWED,
+        *(("parallel", {**options, "block_size": 5}) for options in FORMS.values()),
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)
@@ -219,10 +220,7 @@ def block_logits(model, text):
         del head.outputs
     batch, blocks, out = seen[0]
     assert blocks.anchors.tolist() == [[*range(1, len(text) - 1)]]
-    ids, anchors = torch.tensor(text), blocks.anchors[0]
-    return [
-        head.draft_logits(
-            head.append_markov(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head
-        )
-        for j in range(head.scored_depths)
-    ][:3]
+    ids, drafted = torch.tensor(text), torch.arange(out.shape[2])
+    before = ids[(blocks.anchors.unsqueeze(2) + drafted).clamp(max=len(text) - 1)]
+    rows = head.rows(out, head.read_before(before, batch.embed), torch.ones_like(before, dtype=torch.bool))
+    return list(head.draft_logits(rows, 0, batch.lm_head).view(*before.shape[1:], -1).unbind(1))[:3]

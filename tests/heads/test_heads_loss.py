@@ -6,7 +6,7 @@ import torch
 from specheads.data.datasets import Collator, pack
 from specheads.losses.metrics import accepted_length
 from specheads.losses.targets import ENDED
-from tests.reference.slow_heads import KINDS, SLOW, WINDOWED, rows
+from tests.reference.slow_heads import FORMS, KINDS, SLOW, WINDOWED, rows
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
 
@@ -36,6 +36,7 @@ HEADS = [
     ("parallel", {"sample_from_anchor": False, "block_size": 4, "causal": False, "mask_token_id": 5, "markov_rank": 0}),
     ("parallel", {"sample_from_anchor": False, "block_size": 4, "confidence": True}),
     *WINDOWED,
+    *(("parallel", options) for options in FORMS.values()),
 ]
 
 
@@ -61,6 +62,7 @@ def test_over_large_features_eagle3s_block_is_heard_only_with_norm_before_residu
 @pytest.mark.parametrize("training", [True, False])
 def test_loss_and_gradients_equal_the_slow_implementation(kind, options, training):
     model = spec_model(kind, **options).train(training)
+    model.progress = 0.3  # of which only training takes notice
     data = rows(8, 6)
     batch = Collator(0)(data)
     loss = model(**batch).loss

@@ -11,7 +11,7 @@ from specheads.heads import parallel, sampling
 from specheads.heads.parallel import ParallelConfig
 from specheads.heads.sampling import AnchoredBlocks
 from specheads.losses.targets import tokens_left
-from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
+from tests.reference.slow_heads import FORMS, rows, slow_block, slow_parallel, slow_slots, spec_model, taps
 from tests.support.families import FAMILIES, build
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import tiny_llama
@@ -98,18 +98,27 @@ def test_the_loss_does_not_depend_on_the_slots_of_a_pass(monkeypatch):
     assert model(**batch).loss.item() == pytest.approx(whole, rel=1e-12)
 
 
-@pytest.mark.parametrize("from_anchor", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, from_anchor):
-    options = {"causal": causal, "sample_from_anchor": from_anchor, "block_size": 4 if from_anchor else 5}
-    model = spec_model("parallel", confidence=True, draft_vocab_size=40, **options).eval()
-    seen = []
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"causal": c, "sample_from_anchor": a, "block_size": 4 if a else 5}
+            for c in (True, False)
+            for a in (True, False)
+        ),
+        *({**options, "block_size": 4 + (not options.get("sample_from_anchor", True))} for options in FORMS.values()),
+    ],
+)
+def test_every_node_of_a_tree_has_the_logits_after_its_own_path(options):
+    model = spec_model("parallel", **{"draft_vocab_size": 40, **options, "confidence": True}).eval()
+    seen, config = [], model.head.config
 
     class Recorded(BestFirstTree):
         def grow(self, root, expand, sampler, vocab_size):
             def noted(tokens, parents):
                 scored = expand(tokens, parents)
-                seen.append((tokens, scored, scored.confidence()))
+                width, sure = tokens.shape[1], scored.confidence()
+                seen.append((tokens, parents, scored.logits.expand(-1, width, -1), sure))
                 return scored
 
             return super().grow(root, noted, sampler, vocab_size)
@@ -119,13 +128,17 @@ def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, from_a
     assert [tokens.shape[1] for tokens, *_ in seen[:3]] == [1, 3, 9]
     for b, prompt in enumerate(PROMPTS):
         text = [*prompt, int(out[b, first])]
-        block = slow_block(model, text, taps(model, text)[0], len(prompt), options["block_size"])[
-            0 if from_anchor else 1 :
-        ]
-        for level, (tokens, scored, confidence) in enumerate(seen[:3]):
-            for i, token in enumerate(tokens[b].tolist()):
-                logits, sure = slow_slot(model, block[level], token)
-                torch.testing.assert_close(scored.logits[b, i], logits, rtol=1e-5, atol=1e-5)
+        block = slow_block(model, text, taps(model, text)[0], len(prompt), config.block_size)[config.silent_slots :]
+        paths = [()]
+        for tokens, parents, scored, confidence in seen[:3]:
+            above = [0] if parents is None else parents[b].tolist()
+            paths = [(*paths[node], token) for node, token in zip(above, tokens[b].tolist(), strict=True)]
+            for i, path in enumerate(paths):
+                unary, logits, sure = slow_slots(model, block, path)[-1]
+                if config.markov_type == "selector":
+                    kept = unary.sort(descending=True, stable=True).indices[: config.candidates]
+                    logits = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept])
+                torch.testing.assert_close(scored[b, i], logits, rtol=1e-5, atol=1e-5)
                 assert float(confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
 
 

@@ -23,6 +23,11 @@ DSPARK = {
 }  # fmt: skip
 DFLASH = {**DSPARK, "sample_from_anchor": False, "markov_rank": 0, "confidence": False}
 JETSPEC = {**DFLASH, "causal": True}
+DFLASH2 = {
+    **DFLASH, "markov_rank": 6, "markov_type": "selector", "candidates": 5, "conv_taps": 2, "conv_group": 8,
+}  # fmt: skip
+DOMINO = {**DFLASH, "markov_rank": 6, "markov_type": "domino", "gru_size": 10}
+GATED, RNN = ({**DSPARK, "markov_type": kind, "confidence_markov": kind == "rnn"} for kind in ("gated", "rnn"))
 NARROW, SHORT = {"draft_vocab_size": 40}, {"num_layers": 1, "attention_bias": True}
 OF_DFLASH = ["dflash", "llamacpp", "openvino", "sglang", "speculators", "trtllm", "vllm"]
 LLAMA3 = {"rope_theta": None, "rope_parameters": SCALED["llama3"]}
@@ -38,6 +43,11 @@ HELD = [
     ("sglang", "deepspec", {**DSPARK, **SHORT}), ("llamacpp", "deepspec", {**DSPARK, **NARROW}),
     ("vllm", "z-lab", DFLASH), ("vllm", "z-lab", {**DFLASH, **NARROW}), ("vllm", "jetspec", JETSPEC),
     ("jetspec", "jetspec", JETSPEC), ("deepspec", "deepspec", DSPARK),
+    *[(to, "deepspec", options) for to in ("deepspec", "sglang") for options in (GATED, RNN)],
+    *[("speculators", "dspark", options) for options in (GATED, RNN)],
+    ("vllm", "deepspec", {**DSPARK, "confidence_markov": False}),
+    *[(to, "dflash2", DFLASH2) for to in ("dflash", "vllm", "sglang")], ("speculators", "dflash2-sp", DFLASH2),
+    ("sglang", "domino", DOMINO), ("sglang", "domino", {**DOMINO, "sample_from_anchor": True}),
     ("deepspec", "deepspec", {**DSPARK, "markov_rank": 0, "confidence": False}),
 ]  # fmt: skip
 
@@ -45,6 +55,7 @@ HELD = [
 TITLES = {
     "dspark": "speculators DSpark", "dflash": "speculators DFlash", "jetspec": "JetSpec",
     **dict.fromkeys(("deepspec", "specforge", "normalised"), "DSpark in DeepSpec's format"),
+    "dflash2": "DFlash 2 (z-lab", "dflash2-sp": "speculators DFlash 2", "domino": "Domino for SGLang",
 }  # fmt: skip
 
 
@@ -73,12 +84,16 @@ def assert_drafts_as_theirs(model, form, tensors, base, predicts_next=None):
         ("z-lab", {"block_size": None, "inner": {"block_size": 4}}), ("modelopt", {"inner": {"causal": None}}),
         ("deepspec", {"rank": 0, "confidence": False}), ("specforge", {"confidence": False, "layers": 1}),
         ("normalised", {"block_size": None, "inner": {"block_size": 4}}),
+        *((form, {"markov": kind}) for form in ("dspark", "deepspec", "specforge") for kind in ("gated", "rnn")),
+        ("dspark", {"markov": "gated", "confidence_head_with_markov": False}), ("dflash2", {"layers": 1}),
+        ("domino", {"inner": {"shift_label": False}, "sample_from_anchor": False}),
+        ("domino", {"architectures": ["DFlashDraftModel"], "emb_dim": None}),
     ],
 )  # fmt: skip
 def test_a_head_drafts_what_its_own_forward_says(form, options, base, tmp_path, hf_log):
     tensors = foreign_blocks.head(tmp_path / "head", form, base=base, **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base)
-    predicts_next = options.get("sample_from_anchor", form in MARKED)
+    predicts_next = options.get("sample_from_anchor", form in (*MARKED, "domino"))
     config = model.head.config
     assert (model.head.layers, config.block_size, config.causal) == ((1, 4, 6), 4, form == "jetspec")
     assert config.sample_from_anchor == predicts_next and model.head.scored_depths == (4 if predicts_next else 3)
@@ -101,7 +116,8 @@ def test_an_exported_head_drafts_by_their_forward_and_comes_back_bit_for_bit(to,
     ("to", "form", "options"),
     [
         ("speculators", "dspark", {"draft": 40}), ("speculators", "dflash", {}), ("dflash", "z-lab", {}),
-        ("vllm", "modelopt", {}), ("jetspec", "jetspec", {}), ("deepspec", "deepspec", {}),
+        ("vllm", "modelopt", {}), ("jetspec", "jetspec", {}), ("deepspec", "deepspec", {}), ("dflash", "dflash2", {}),
+        ("speculators", "dflash2-sp", {}), ("sglang", "domino", {}), ("sglang", "specforge", {"markov": "rnn"}),
     ],
 )  # fmt: skip
 def test_import_then_export_gives_their_tensors_back(to, form, options, base, tmp_path):
@@ -114,7 +130,7 @@ def test_import_then_export_gives_their_tensors_back(to, form, options, base, tm
 
 def layers_read(form, config):
     """hidden_states that the readers of a form feed the head."""
-    if form in ("dspark", "dflash"):  # speculators, and vLLM of what it wrote
+    if form in ("dspark", "dflash", "dflash2-sp"):  # speculators, and vLLM of what it wrote
         return config["aux_hidden_state_layer_ids"]
     table = config if form == "deepspec" else config["dflash_config"]
     return [i + 1 for i in table["target_layer_ids"]]  # z-lab, JetSpec, ModelOpt, DeepSpec and vLLM: of outputs
@@ -168,8 +184,8 @@ def test_the_readme_has_the_whole_block_drafted(to, base, tmp_path):
 # --- What is refused ---
 
 THEIRS_REFUSED = [
-    ("dspark", {"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
-    ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov=false"),
+    ("dspark", {"markov_head_type": "lstm"}, "markov_head_type='lstm'; heads here have vanilla, gated, rnn ones"),
+    ("dspark", {"markov_head_type": "rnn"}, "missing markov_head.joint_proj"),
     ("dspark", {"aux_hidden_state_layer_ids": None}, "its config has no aux_hidden_state_layer_ids"),
     ("dspark", {"mask_token_id": None}, "mask_token_id=None; expected a whole number"),
     ("dspark", {"mask_token_id": 97}, "mask_token_id=97 is no token"),
@@ -180,11 +196,23 @@ THEIRS_REFUSED = [
         {"speculators_model_type": "dflash"},
         "of the class 'DSparkDraftModel', which speculators DFlash does n",
     ),
-    ("dspark", {"speculators_model_type": "dflash2"}, "it is a DFlash 2 head"),
+    (
+        "dspark",
+        {"speculators_model_type": "dflash2"},
+        "of the class 'DSparkDraftModel', which speculators DFlash 2 does n",
+    ),
+    ("dflash2", {"inner": {"selector_rank": None}}, "selector_rank=None; expected a whole number"),
+    ("dflash2", {"inner": {"conv_group_size": 7}}, "conv_group=7 must divide hidden_size"),
+    ("dflash2", {"inner": {"selector_top_k": 98}}, "candidates=98 exceeds the 97 tokens"),
+    ("dflash2", {"architectures": ["MiniMaxDFlash2DraftModel"]}, "of the class 'MiniMaxDFlash2DraftModel'"),
+    ("dflash2", {"inner": {"input_embedding_scale": 2.0}}, r"reads embeddings times 2 \(input_embedding_scale\)"),
+    ("dflash2", {"layer_types": ["sliding_attention"] * 2}, "'sliding_attention'"),
+    ("domino", {"emb_dim": 8}, r"emb_dim=\[6, 8\]; expected one"),
+    ("domino", {"inner": {"projector_type": "dspark"}}, "projector_type='dspark'; expected domino"),
     (
         "dspark",
         {"speculators_model_type": "ours", "architectures": []},
-        "of type 'ours'; eagle3, dflash and dspark one",
+        "of type 'ours'; eagle3, dflash, dflash2 and d",
     ),
     ("dflash", {"block_size": 1}, "one slot"),
     (
@@ -209,7 +237,7 @@ THEIRS_REFUSED = [
     ("deepspec", {"architectures": ["Gemma4DSparkModel"]}, r"of the class \['Gemma4DSparkModel'\]"),
     ("normalised", {"mask_token_id": 8}, "says mask_token_id=8, and dflash_config.mask_token_id=9; its readers"),
     ("normalised", {"inner": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
-    ("specforge", {"inner": {"projector_type": "domino"}}, "it is a Domino head"),
+    ("specforge", {"inner": {"projector_type": "domino"}}, "projector_type='domino'; expected dspark"),
     ("specforge", {"inner": {"attention_mode": "mla"}}, "dflash_config.attention_mode='mla'; expected gqa"),
     ("specforge", {"architectures": ["Qwen3DSpark2"]}, "class .*; Qwen3DSparkModel and DSparkDraftModel are read here"),
     ("deepspec", {"target_layer_ids": [-1, 3]}, r"reads hidden_states \[0\]"),
@@ -224,11 +252,39 @@ def test_a_head_that_cannot_be_held_is_refused(form, changes, message, base, tmp
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
-def test_a_mask_embedding_beside_the_head_and_matrices_of_another_base_are_refused(base, tmp_path):
-    foreign_blocks.head(tmp_path / "a", "z-lab")
-    (tmp_path / "a" / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"has mask_embedding.pt, an embedding in place of the mask token's"):
-        SpecModel.from_pretrained(tmp_path / "a", base=base)
+@pytest.mark.parametrize("form", ["z-lab", "dflash2"])
+def test_a_mask_embedding_beside_the_head_takes_the_place_of_the_mask_tokens(form, base, tmp_path):
+    own = torch.randn(32, generator=torch.Generator().manual_seed(3))
+    for name, values in (("a", own), ("b", {"mask_token_id": 9, "embedding": own})):
+        tensors = foreign_blocks.head(tmp_path / name, form)
+        torch.save(values, tmp_path / name / "mask_embedding.pt")
+        model = imported(tmp_path / name, base)
+        assert torch.equal(model.head.mask_embed.weight[0], own) and model.head.config.mask_token_id == 9
+    embed = embeddings(base).clone()
+    embed[9] = own
+    assert_drafts(model, lambda s, t, d: foreign_blocks.logits(tensors, form, s, embed, lm_head_of(base), t, d))
+    assert engines_for(model.config, base, model.head) == ["dflash", "sglang", "vllm"]
+    for to in ("dflash", "sglang", "vllm"):
+        model.export(tmp_path / to, to)
+        again = imported(tmp_path / to, base)
+        assert again.head.config == model.head.config and same(again.head_state_dict(), model.head_state_dict())
+
+
+def test_a_wrong_mask_embedding_and_matrices_of_another_base_are_refused(base, tmp_path):
+    own = torch.randn(32)
+    for said, values in (
+        ("is damaged", b"pickle"), ("for each slot", {"embedding": own, "per_position": True}),
+        ("of token 8, and the config's mask_token_id=9", {"mask_token_id": 8, "embedding": own}),
+        ("'embedding' is not a plain tensor", {}),
+        (r"is \(31,\) of torch.float32, not 32 values", own[1:]), ("not 32 values", own.long()),
+    ):  # fmt: skip
+        foreign_blocks.head(tmp_path / "a", "z-lab")
+        path = tmp_path / "a" / "mask_embedding.pt"
+        path.write_bytes(values) if isinstance(values, bytes) else torch.save(values, path)
+        with pytest.raises(CheckpointError, match=r"mask_embedding\.pt is a pickle, which can run code"):
+            SpecModel.from_pretrained(tmp_path / "a", base=base)
+        with pytest.raises(CheckpointError, match=said):
+            imported(tmp_path / "a", base)
     other = tiny_llama()
     with torch.no_grad():
         other.lm_head.weight.add_(1)
@@ -268,6 +324,14 @@ OURS_REFUSED = [
         "predict their own position .*can: speculators$",
     ),
     ("dflash", {**DFLASH, "taps": (1, 4, 8)}, r"reads hidden_states \[8\].*no format can$"),
+    *[(to, DFLASH2, "formats that can: dflash, llamacpp, sglang, speculators, vllm$") for to in ("trtllm", "openvino")],
+    ("llamacpp", {**DFLASH2, "candidates": 9}, "9 candidates make 90 scores a slot"),
+    ("dflash", DOMINO, "a bias of type domino, which this format cannot hold.*formats that can: sglang$"),
+    ("sglang", {**DOMINO, "plain_drafts": 0}, r"leaves 0 drafts as they are \(plain_drafts\)"),
+    ("sglang", {**DFLASH2, "conv_taps": 0}, r"blocks have no convolutions \(conv_taps\)"),
+    ("dflash", {**DFLASH, "conv_taps": 2, "conv_group": 8}, r"blocks have convolutions \(conv_taps\), and .*do not"),
+    ("dflash", {**DFLASH, "logit_cap": 30.0}, "scales or caps its logits"),
+    *[(to, GATED, "a bias of type gated") for to in ("vllm", "llamacpp")],
     ("modelopt", DFLASH, f"no form for a head of kind parallel; formats that can: {', '.join(OF_DFLASH)}$"),
 ]
 
@@ -288,6 +352,8 @@ def test_what_a_form_cannot_hold_is_refused_with_the_reason_and_what_can(to, opt
         (DFLASH, OF_DFLASH),
         (JETSPEC, ["jetspec", "vllm"]),
         (DSPARK, ["deepspec", "llamacpp", "sglang", "speculators", "vllm"]),
+        (DFLASH2, ["dflash", "llamacpp", "sglang", "speculators", "vllm"]),
+        (DOMINO, ["sglang"]),
     ],
 )
 @pytest.mark.sampled(3)

@@ -34,6 +34,22 @@ WINDOWED = [
     ),
     ("parallel", {"sliding_window": 3, "causal": False, "markov_rank": 0}),
 ]  # fmt: skip
+# Forms of the parallel head's block that its usual options do not have.
+OWN_SLOTS = {"sample_from_anchor": False, "block_size": 4, "causal": False}
+FORMS = {
+    "DFlash 2": {
+        **OWN_SLOTS, "markov_type": "selector", "candidates": 5, "conv_taps": 2, "conv_group": 8, "mask_token_id": 5,
+    },
+    "selector alone": {"markov_type": "selector", "candidates": 3, "confidence": True, "draft_vocab_size": 40},
+    "convolution alone": {"markov_rank": 0, "conv_taps": 3, "conv_group": 16, "logit_scale": 0.7, "logit_cap": 2.0},
+    "gated": {"markov_type": "gated", "confidence": True},
+    "rnn": {**OWN_SLOTS, "markov_type": "rnn", "confidence": True, "confidence_markov": False},
+    "Domino": {
+        "markov_type": "domino", "gru_size": 6, "confidence": True, "causal": False, "mask_token_id": 5,
+        "own_mask": True,
+    },
+    "Domino, all corrected": {**OWN_SLOTS, "markov_type": "domino", "gru_size": 6, "plain_drafts": 0},
+}  # fmt: skip
 
 
 def spec_model(kind, base=None, **options):
@@ -370,14 +386,16 @@ def slow_block(model, ids, features, anchor, count):
     w, config = model.head.state_dict(keep_vars=True), model.head.config
     embedded = model.base.get_input_embeddings().weight
     context = [rms_norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features[:anchor]]
-    mask = w["mask_embed.weight"][0] if config.mask_token_id is None else embedded[config.mask_token_id]
+    mask = w["mask_embed.weight"][0] if "mask_embed.weight" in w else embedded[config.mask_token_id]
     hidden = [embedded[ids[anchor]], *[mask] * (count - 1)]
     for n in range(config.num_layers):
         part = {name.removeprefix(f"decoder.{n}."): p for name, p in w.items() if name.startswith(f"decoder.{n}.")}
         size = len(part["q_norm.weight"])
         normed = [rms_norm(h, part["input_layernorm.weight"]) for h in hidden]
-        after, window = [], window_of(config, n)
+        window = window_of(config, n)
         causal = config.causal if window is None or config.causal_windows is None else config.causal_windows
+        normed, convolve = slow_convolution(part, "attention_conv.", normed)
+        mixtures = []
         for j in range(count):
             first = 0 if window is None else max(0, anchor + j + 1 - window)
             seen = [*context, *(normed[: j + 1] if causal else normed)][first:]
@@ -390,48 +408,121 @@ def slow_block(model, ids, features, anchor, count):
                 scores = [query @ rotate(key, position) / math.sqrt(size) for position, key in enumerate(keys, first)]
                 weights = torch.stack(scores).softmax(0)
                 mixed.append(sum(a * (part["v_proj.weight"] @ x)[shared] for a, x in zip(weights, seen, strict=True)))
-            x = hidden[j] + part["o_proj.weight"] @ torch.cat(mixed)
-            y = rms_norm(x, part["post_attention_layernorm.weight"])
-            after.append(
-                x + part["down_proj.weight"] @ (F.silu(part["gate_proj.weight"] @ y) * (part["up_proj.weight"] @ y))
-            )
-        hidden = after
+            mixtures.append(part["o_proj.weight"] @ torch.cat(mixed))
+        hidden = [h + x for h, x in zip(hidden, convolve(mixtures), strict=True)]
+        normed = [rms_norm(h, part["post_attention_layernorm.weight"]) for h in hidden]
+        normed, convolve = slow_convolution(part, "mlp_conv.", normed)
+        gated = [F.silu(part["gate_proj.weight"] @ y) * (part["up_proj.weight"] @ y) for y in normed]
+        moved = convolve([part["down_proj.weight"] @ y for y in gated])
+        hidden = [h + x for h, x in zip(hidden, moved, strict=True)]
     return [rms_norm(h, w["norm.weight"]) for h in hidden]
 
 
-def slow_slot(model, hidden, before):
-    """A slot's logits given the token before it, and its confidence as a logit."""
-    w = model.head.state_dict(keep_vars=True)
-    logits = w.get("lm_head.weight", model.base.lm_head.weight) @ hidden
-    if "markov_embed.weight" in w:
-        state = w["markov_embed.weight"][before]
-        logits, hidden = logits + w["markov_lm_head.weight"] @ state, torch.cat([hidden, state])
-    return logits, w["confidence.weight"][0] @ hidden + w["confidence.bias"][0] if "confidence.weight" in w else None
+def slow_convolution(part, prefix, inputs):
+    """The inputs of a sublayer, a vector (H,) for each slot, convolved; and what convolves its outputs."""
+    if f"{prefix}base_kernel" not in part:
+        return inputs, lambda outputs: outputs
+    base = part[f"{prefix}base_kernel"]
+    _, taps, size = base.shape
+    changes = [(part[f"{prefix}kernel_projection.weight"] @ x).view(2, taps, -1) for x in inputs]
+    group = size // changes[0].shape[2]
+
+    def convolve(side, vectors):
+        return [
+            torch.stack([
+                sum(
+                    (base[side, tap, c] + changes[i][side, tap, c // group]) * vectors[i - tap][c]
+                    for tap in range(taps) if tap <= i
+                )
+                for c in range(size)
+            ])
+            for i in range(len(vectors))
+        ]  # fmt: skip
+
+    return convolve(0, inputs), lambda outputs: convolve(1, outputs)
+
+
+def slow_slots(model, slots, before):
+    """For each slot's output (H,), given the tokens before it from the root on: its own logits, what it drafts by, and
+    its confidence as a logit."""
+    w, config = model.head.state_dict(keep_vars=True), model.head.config
+    embedded, result = model.base.get_input_embeddings().weight, []
+    state = torch.zeros(config.gru_size if config.markov_type == "domino" else config.markov_rank, dtype=slots[0].dtype)
+    for j, (hidden, token) in enumerate(zip(slots, before, strict=False)):
+        unary = w.get("lm_head.weight", model.base.lm_head.weight) @ hidden * config.logit_scale
+        if config.logit_cap is not None:
+            unary = config.logit_cap * torch.tanh(unary / config.logit_cap)
+        logits, read = unary, hidden
+        if config.markov_rank and config.markov_type != "domino":
+            own = w["markov_embed.weight"][token]
+            read = torch.cat([hidden, own]) if config.confidence_markov else hidden
+            z = own
+            if config.markov_type == "gated":
+                gate = w["markov.gate_proj.weight"] @ torch.cat([hidden, own]) + w["markov.gate_proj.bias"]
+                z = own / (1 + torch.exp(-gate))
+            elif config.markov_type == "rnn":
+                every = w["markov.joint_proj.weight"] @ torch.cat([state, own, hidden]) + w["markov.joint_proj.bias"]
+                gate, candidate, output = every.chunk(3)
+                kept = 1 / (1 + torch.exp(-gate))
+                state, z = kept * state + (1 - kept) * torch.tanh(candidate), torch.tanh(output)
+            elif config.markov_type == "selector":
+                z = own * (w["markov.proj.weight"] @ hidden)
+            logits = unary + w["markov_lm_head.weight"] @ z
+        elif config.markov_rank:
+            x, h = (
+                side @ v
+                for side, v in (
+                    (w["markov.gru.weight_ih"], embedded[token]), (w["markov.gru.weight_hh"], state),
+                )
+            )  # fmt: skip
+            n = config.gru_size
+            reset, update = torch.sigmoid(x[:n] + h[:n]), torch.sigmoid(x[n : 2 * n] + h[n : 2 * n])
+            state = (1 - update) * torch.tanh(x[2 * n :] + reset * h[2 * n :]) + update * state
+            if j >= config.plain_drafts:
+                z = F.silu(w["markov.proj.weight"] @ torch.cat([hidden, state]))
+                logits = unary + w["markov_lm_head.weight"] @ z
+        sure = w["confidence.weight"][0] @ read + w["confidence.bias"][0] if "confidence.weight" in w else None
+        result.append((unary, logits, sure))
+    return result
 
 
 def slow_parallel(model, row, anchors=None):
     ids, labels, config = row["input_ids"], row["labels"], model.head.config
     features, out = taps(model, ids)
     drafted = (torch.arange(len(model.head.d2t)) + model.head.d2t).tolist()
+    choosing, domino = config.markov_type == "selector", config.markov_type == "domino"
+    share = max(0.0, 1 - 2 * model.progress) if domino and model.training else 0.0
     total, ranks = 0.0, {}
     for anchor in range(1, len(ids) - 1) if anchors is None else anchors:
         if labels[anchor + 1] == -100:
             continue
         slots = slow_block(model, ids, features, anchor, config.block_size)
         # Slot j is at position anchor + j, and predicts the token there or the next one.
-        for j, hidden in enumerate(slots if config.sample_from_anchor else slots[1:]):
+        slots = slots if config.sample_from_anchor else slots[1:]
+        for j, (unary, logits, confidence) in enumerate(slow_slots(model, slots, ids[anchor:])):
             if anchor + 1 + j >= len(ids) or labels[anchor + 1 + j] == -100:
                 break
-            logits, confidence = slow_slot(model, hidden, ids[anchor + j])
             teacher = out.logits[0, anchor + j]
-            best, q, p = int(teacher.argmax()), logits.softmax(0), teacher[drafted].softmax(0)
+            best, p = int(teacher.argmax()), teacher[drafted].softmax(0)
+            kept, least = list(range(len(logits))), None
+            if choosing:
+                kept = unary.sort(descending=True, stable=True).indices[: config.candidates].tolist()
+                least = kept[-1]
             if best in drafted:
-                total = total + config.decay**j * (p * (p / q).log()).sum()
+                label = drafted.index(best)
+                for part, weight in ((unary, 1.0),) if choosing else ((logits, 1 - share), (unary, share)):
+                    total = total + weight * config.decay**j * (p * (p / part.softmax(0)).log()).sum()
+                if choosing:
+                    among = [label if token == least and label not in kept else token for token in kept]
+                    chosen = logits[among].softmax(0)[among.index(label)]
+                    total = total - config.selector_weight * config.decay**j * chosen.log()
             if confidence is not None:
-                alpha = torch.minimum(q, teacher.softmax(0)[drafted]).sum().detach()
+                q = logits[kept].softmax(0)
+                alpha = torch.minimum(q, teacher.softmax(0)[[drafted[token] for token in kept]]).sum().detach()
                 chance = torch.sigmoid(confidence)
                 total = total - config.decay**j * (alpha * chance.log() + (1 - alpha) * (1 - chance).log())
-            ranks[anchor - 1, j] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
+            known = best in drafted and drafted.index(best) in kept
+            ranks[anchor - 1, j] = int((logits[kept] > logits[drafted.index(best)]).sum()) if known else -1
     return total, ranks
 
 

@@ -26,6 +26,7 @@ from specheads.heads.layers.windows import for_each_block
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
 Attend = Callable[["DecoderBlock", int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+AttendSlots = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # slots' keys, values → all of them, the mask
 
 
 class RMSNorm(nn.RMSNorm):
@@ -82,9 +83,15 @@ class DecoderBlock(nn.Module):
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Attention output (B, heads, T, d) and residual (B, T, H) → the block's output (B, T, H)."""
-        hidden = residual + self.o_proj(attended.transpose(1, 2).flatten(2))
-        x = self.post_attention_layernorm(hidden)
-        return hidden + self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        hidden = residual + self.merge(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def merge(self, attended: Tensor) -> Tensor:
+        """Attention output of all heads (B, heads, T, d) → (B, T, H)."""
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
     def cached(
         self,
@@ -153,19 +160,17 @@ class ContextBlock(DecoderBlock):
         k, v = (p(x).unflatten(2, (self.num_key_value_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(k).transpose(1, 2), *rotary), v.transpose(1, 2)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
-    ) -> Tensor:
-        """(B, K, H) → (B, K, H). attend(keys, values) of the slots → all keys and values, and the mask."""
-        x = self.input_layernorm(hidden)
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: AttendSlots) -> Tensor:
+        """(B, K, H) → (B, K, H)."""
+        return self.finish(self.attention(self.input_layernorm(hidden), rotary, attend), hidden)
+
+    def attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: AttendSlots) -> Tensor:
+        """Normed slots (B, K, H) → attention output (B, heads, K, d)."""
         q = self.q_norm(self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))).transpose(1, 2)
         keys, values, mask = attend(*self.keys_values(x, rotary))
         group = self.num_heads // self.num_key_value_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        return self.finish(F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask), hidden)
+        return F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask)
 
 
 def document_mask(documents: Tensor) -> Tensor:

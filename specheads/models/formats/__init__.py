@@ -6,7 +6,7 @@ first that can hold the given one.
 """
 
 from specheads.models.formats import speculators
-from specheads.models.formats.blocks import deepspec, dflash
+from specheads.models.formats.blocks import deepspec, dflash, dflash2
 from specheads.models.formats.eagle import eagle1, eagle3
 from specheads.models.formats.format import Format
 from specheads.models.formats.medusa import hydra
@@ -14,8 +14,8 @@ from specheads.models.formats.medusa import medusa as medusa_heads
 from specheads.models.formats.mtp import shipped
 
 FORMATS: list[Format] = [
-    *speculators.FORMATS, *deepspec.FORMATS, *dflash.FORMATS, *hydra.FORMATS, *medusa_heads.FORMATS, *eagle3.FORMATS,
-    *eagle1.FORMATS, *shipped.FORMATS,
+    *speculators.FORMATS, *deepspec.FORMATS, *dflash2.FORMATS, *dflash.FORMATS, *hydra.FORMATS,
+    *medusa_heads.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS, *shipped.FORMATS,
 ]  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

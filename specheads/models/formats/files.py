@@ -180,34 +180,49 @@ class Files:
         assert path is not None
         if path.name == PICKLE_INDEX:
             raise CheckpointError(f"{path}: pickles in several files are not read; save the head as safetensors")
+        self.allow(path)
+        return read_pickle(path)
+
+    def allow(self, path: Path) -> None:
+        """CheckpointError unless pickles are to be read."""
         if not self.allow_pickle:
             raise CheckpointError(
                 f"{path} is a pickle, which can run code; {{allow_pickle}} of `specheads import` or from_pretrained() "
                 "reads it with torch.load(weights_only=True), which builds tensors and refuses all else",
                 allow_pickle=Suggestion(True),
             )
-        return read_pickle(path)
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
     """The tensors of a torch.save() archive by name, memory-mapped. CheckpointError if it holds anything else, or if a
     tensor claims more values than the archive stores."""
-    _refuse_calls(path, _program(path))
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a hostile pickle can fail in any way
-        raise damaged_error(path, f"{type(error).__name__}: {error}") from error
+    loaded = read_values(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
     for name, tensor in loaded.items():
-        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not isinstance(name, str) or not plain or tensor.is_quantized:
+        if not isinstance(name, str):
             raise CheckpointError(f"{path}: {shortened(name)!r} is not a plain tensor under a name")
-        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            raise CheckpointError(
-                f"{path}: {shortened(name)} has shape {tuple(tensor.shape)} over fewer values than that"
-            )
+        check_plain(path, name, tensor)
     return loaded
+
+
+def read_values(path: Path) -> Any:
+    """What a torch.save() archive of tensors, numbers and tables of them holds, memory-mapped. CheckpointError if its
+    pickle asks for anything else."""
+    _refuse_calls(path, _program(path))
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a hostile pickle can fail in any way
+        raise damaged_error(path, f"{type(error).__name__}: {error}") from error
+
+
+def check_plain(path: Path, name: str, tensor: Any) -> None:
+    """CheckpointError unless it is a dense tensor whose values the archive stores."""
+    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.is_quantized:
+        raise CheckpointError(f"{path}: {shortened(name)!r} is not a plain tensor under a name")
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        raise CheckpointError(f"{path}: {shortened(name)} has shape {tuple(tensor.shape)} over fewer values than that")
 
 
 def _program(path: Path) -> bytes:

@@ -32,13 +32,15 @@ _MAX_LAYERS = 64  # layers, or heads that predict one depth each
 
 @dataclass(frozen=True)
 class ExportFiles:
-    """The files of an export: config.json, the tensors and the name of their file, text files and links."""
+    """The files of an export: config.json, the tensors and the name of their file, text files, links, and what other
+    files hold that torch.save() writes."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS
     texts: dict[str, str] = field(default_factory=dict)  # by file name
     links: dict[str, Path] = field(default_factory=dict)  # symbolic links to other files, by name
+    pickles: dict[str, Any] = field(default_factory=dict)  # by file name
 
 
 class Format(ABC):
@@ -120,7 +122,11 @@ class Format(ABC):
     def write(self, head: Any, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         """The files of an export, without embeddings."""
         config, named = self.config(head, tensors, base), self.rename(head, tensors, base)
-        return ExportFiles(config, named, self.weights, self.texts(head, base))
+        return ExportFiles(config, named, self.weights, self.texts(head, base), pickles=self.pickles(head, tensors))
+
+    def pickles(self, head: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """What further files of an export hold that torch.save() writes, by name."""
+        return {}
 
     def serve(self, base: str, folder: str, depth: int) -> str:
         """Markdown with the exact commands that serve the head, drafting `depth` tokens a step."""

@@ -1,4 +1,4 @@
-"""The `speculators` format, which vLLM serves directly: EAGLE-3, DSpark and DFlash. Its config nests the decoder's.
+"""The `speculators` format, which vLLM serves directly: EAGLE-3, DSpark, DFlash 1 and 2. It nests the decoder's config.
 
 DSpark and DFlash draft a block in one pass, in which slots attend both ways. Each slot predicts the next position, or,
 as in DFlash, its own.
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specheads.heads import Eagle3Config, ParallelConfig
 from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.blocks import parallel
+from specheads.models.formats.blocks import forms, parallel
 from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format
@@ -51,7 +51,7 @@ class SpeculatorsEagle3(Format):
         config = files.config
         if (kind := config.get("speculators_model_type")) != "eagle3":
             raise CheckpointError(
-                f"{files} is a speculators head of type {shown(kind)}; eagle3, dflash and dspark ones are read here"
+                f"{files} is a speculators head of type {shown(kind)}; eagle3, dflash, dflash2 and dspark ones are read"
             )
         if "norm_before_residual" not in config:
             raise CheckpointError(
@@ -108,9 +108,15 @@ class SpeculatorsBlocks(parallel.Parallel):
                     "takes for false and vLLM for true; write what it was trained with into config.json"
                 )
             options["causal_windows"] = None if flag(config, _NON_CAUSAL) else True
-        if self.takes_markov:
-            return options | parallel.read_dspark_options(files, config, markov_rank=256, confidence=True)
-        return options | {"sample_from_anchor": flag(config, "sample_from_anchor")}
+        return options | self.more_options(files)
+
+    def more_options(self, files: Files) -> dict[str, Any]:
+        if self.name == "DSpark":
+            return forms.read_dspark_options(files, files.config, markov_rank=256, confidence=True)
+        return {"sample_from_anchor": flag(files.config, "sample_from_anchor")}
+
+    def more_keys(self, head: ParallelConfig) -> dict[str, Any]:
+        return forms.dspark_keys(head) if self.name == "DSpark" else {}
 
     def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         keys = {
@@ -118,10 +124,27 @@ class SpeculatorsBlocks(parallel.Parallel):
             "mask_token_id": head.mask_token_id,
             # vLLM 0.32 and 0.33 take false as "all layers are causal", those without windows too.
             _NON_CAUSAL: head.sliding_window is None or slots_causal(head) is False,
-            "sample_from_anchor": head.sample_from_anchor,
-            **(parallel.dspark_keys(head) if self.takes_markov else {}),
+            "sample_from_anchor": head.sample_from_anchor, **self.more_keys(head),
         }  # fmt: skip
         return _config(self.name, head, tensors, base, keys, "qwen3")
+
+
+@dataclass(frozen=True)
+class SpeculatorsDFlash2(SpeculatorsBlocks):
+    """DFlash 2; its forward has no scale or cap of logits."""
+
+    name: ClassVar[str] = "DFlash2"
+    classes: ClassVar[str] = r"DFlash2\w*"
+    takes_draft_vocabulary: bool = False
+    takes: tuple[str, ...] = ("selector",)
+    convolved: bool = True
+    from_anchor: bool | None = False
+
+    def more_options(self, files: Files) -> dict[str, Any]:
+        return super().more_options(files) | forms.read_dflash2_options(files.config, usual=True)
+
+    def more_keys(self, head: ParallelConfig) -> dict[str, Any]:
+        return forms.dflash2_keys(head)
 
 
 @dataclass(frozen=True)
@@ -173,7 +196,11 @@ FORMATS = (
     ),
     SpeculatorsBlocks(
         "speculators", "speculators DSpark", f"speculators {VERSION}, vLLM 0.33",
-        f"{vllm_gpu('dspark')}\n{HUB_ID}\n", takes_markov=True,
+        f"{vllm_gpu('dspark')}\n{HUB_ID}\n", takes=forms.DSPARK_TYPES,
+    ),
+    SpeculatorsDFlash2(
+        "speculators", "speculators DFlash 2", f"speculators {VERSION}, vLLM 0.33",
+        f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\n{HUB_ID}\n",
     ),
     SpeculatorsEagle3(),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.blocks import parallel
+from specheads.models.formats.blocks import forms, parallel
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import output_matrix
 from specheads.models.formats.keys.config_table import architectures, flag, table, whole
@@ -38,7 +38,7 @@ class DeepSpec(parallel.Parallel):
 
     config_keys: ClassVar[tuple[str, ...]] = ("markov_rank",)
     copies_output: bool = False
-    takes_markov: bool = True
+    takes: tuple[str, ...] = forms.DSPARK_TYPES
     from_anchor: bool | None = True
 
     def recognises(self, files: Files) -> bool:
@@ -58,13 +58,13 @@ class DeepSpec(parallel.Parallel):
             whole(values, "mask_token_id", least=0), whole(values, "block_size"),
         )  # fmt: skip
         causal = {name: flag(values, name) for name in ("is_causal", "causal") if values[name] is not None}
-        return {**options, **read_causal(files, config, causal), **parallel.read_dspark_options(files, values)}
+        return {**options, **read_causal(files, config, causal), **forms.read_dspark_options(files, values)}
 
     def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         return {
             **parallel.qwen3_config(ARCHITECTURE, head, tensors, base), "mask_token_id": head.mask_token_id,
             _LAYERS: layer_ids.output_ids(head.taps or (), base), "num_anchors": head.anchors,
-            "sample_from_anchor": True, **parallel.dspark_keys(head),
+            "sample_from_anchor": True, **forms.dspark_keys(head),
         }  # fmt: skip
 
     def rename(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ FORMATS = (
     ),
     DeepSpec(
         "vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), takes_draft_vocabulary=True,
-        needs_markov=True, last=None, takes_windows=ANY_CAUSAL,
+            needs_markov=True, last=None, takes=("vanilla",), takes_windows=ANY_CAUSAL,
     ),
     DeepSpec(
         "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
@@ -112,7 +112,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DS
     ),
     DeepSpec(
         "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"),
-        takes_draft_vocabulary=True, needs_markov=True, takes_biases=False, positions=GGUF,
+        takes_draft_vocabulary=True, needs_markov=True, takes_biases=False, positions=GGUF, takes=("vanilla",),
         last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats.blocks import parallel
+from specheads.models.formats.blocks import mask, parallel
 from specheads.models.formats.files import Files
 from specheads.models.formats.keys.config_table import agreed, architectures, flag, table, whole
 from specheads.models.formats.parts import layer_ids
@@ -25,7 +25,7 @@ from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llam
 from specheads.options import shown
 
 ARCHITECTURE = "DFlashDraftModel"
-_TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"
+_TABLE, _LAYERS = "dflash_config", "target_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,18 @@ class DFlash(parallel.Parallel):
             files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS, base),
             whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
         )  # fmt: skip
-        return {**options, **read_causal(files, config, _causal(config, inner)), "sample_from_anchor": False}
+        own_mask = True if files.find(mask.FILE) is not None else None
+        causal = read_causal(files, config, _causal(config, inner))
+        return {**options, **causal, "own_mask": own_mask, "sample_from_anchor": False}
+
+    def translate(
+        self, files: Files, head: ParallelConfig, base: PreTrainedModel
+    ) -> tuple[dict[str, Tensor], set[str]]:
+        translated, consumed = super().translate(files, head, base)
+        return translated | mask.read_mask(files, head), consumed
+
+    def pickles(self, head: ParallelConfig, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        return mask.written_mask(head, tensors)
 
     def config(self, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         # JetSpec reads causal_head. vLLM reads causal, whose default differs from layer to layer.
@@ -68,8 +79,6 @@ class DFlash(parallel.Parallel):
             raise CheckpointError(f"{files}: sample_from_anchor=true, which readers of this format do not accept")
         if (target := inner.get("target_hidden_size")) not in (None, hidden):
             raise CheckpointError(f"{files}: it reads features of {shown(target)} values (target_hidden_size)")
-        if files.find(_MASK) is not None:
-            raise CheckpointError(f"{files} has {_MASK}, an embedding in place of the mask token's, which is not read")
 
 
 def _causal(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, bool]:
@@ -98,7 +107,7 @@ FORMATS = (
     DFlash(
         "dflash", "DFlash (z-lab's format, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
         f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}", takes_windows=ANY_CAUSAL,
-        last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
     DFlash(
         "jetspec", "JetSpec", "hao-ai-lab/JetSpec (main)", """\
@@ -117,11 +126,11 @@ drafter = DraftHeadTreeDrafter(
     ),
     DFlash(
         "vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), takes_draft_vocabulary=True,
-        causal=None, last=None, takes_windows=ANY_CAUSAL,
+        causal=None, last=None, takes_mask=True, takes_windows=ANY_CAUSAL,
     ),
     DFlash(
         "sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG,
-        takes_windows=ANY_CAUSAL, last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        takes_windows=ANY_CAUSAL, last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
     DFlash(
         "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\

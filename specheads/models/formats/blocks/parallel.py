@@ -16,21 +16,23 @@ from transformers import PreTrainedModel
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import ParallelConfig
 from specheads.models.files import CheckpointError
+from specheads.models.formats.blocks.forms import form_names, form_refusals
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
-from specheads.models.formats.keys.config_table import flag, whole
+from specheads.models.formats.keys.config_table import whole
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
 from specheads.models.formats.parts.windows import causal_refusals, slots_causal
-from specheads.options import shown
 
 _NORMS = ("input_layernorm", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
 class Parallel(Format):
-    """takes_markov: supports a Markov bias and a confidence head. needs_markov: requires the bias.
+    """takes: the types of bias (`markov_type`) it supports; with one of DSpark's, a confidence head too. needs_markov:
+    requires the bias. convolved: its blocks have convolutions. scaled: supports a scale and a cap of logits.
+    takes_mask: supports a mask embedding of the head's own, in place of its mask token's.
     takes_draft_vocabulary: supports a draft vocabulary. causal: whether slots attend only to earlier ones. from_anchor:
     the value of sample_from_anchor. (None for either: given by the config.) takes_biases: supports attention biases.
     last: as in `Eagle3`. positions: the scaled rotary positions it supports. takes_windows: see `causal_refusals`."""
@@ -41,7 +43,10 @@ class Parallel(Format):
     versions: str
     serving: str
     embeds: bool | None = None
-    takes_markov: bool = False
+    takes: tuple[str, ...] = ()
+    convolved: bool = False
+    scaled: bool = False
+    takes_mask: bool = False
     takes_draft_vocabulary: bool = False
     causal: bool | None = False
     from_anchor: bool | None = None
@@ -63,13 +68,7 @@ class Parallel(Format):
                 )
         if head.draft_vocab_size != head.vocab_size:
             names["lm_head.weight"] = "lm_head.weight"
-        if head.markov_rank:
-            names |= {
-                "markov_embed.weight": "markov_head.markov_w1.weight",
-                "markov_lm_head.weight": "markov_head.markov_w2.weight",
-            }
-        if head.confidence:
-            names |= {f"confidence.{w}": f"confidence_head.proj.{w}" for w in ("weight", "bias")}
+        names |= form_names(head)
         return names
 
     def translate(
@@ -96,12 +95,10 @@ class Parallel(Format):
                 f"its slots predict {_position(head.sample_from_anchor)} (sample_from_anchor), and its readers' "
                 f"{_position(self.from_anchor)}"
             )
-        if not self.takes_markov and (head.markov_rank or head.confidence):
-            extra = ["a Markov bias"] * bool(head.markov_rank) + ["a confidence"] * head.confidence
-            wrong.append(f"it has {' and '.join(extra)}, which this format cannot hold")
+        wrong += form_refusals(head, self.takes, self.convolved, self.scaled)
         if not self.takes_draft_vocabulary and head.draft_vocab_size != head.vocab_size:
             wrong.append(f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and its readers draft all")
-        if head.mask_token_id is None:
+        if head.mask_token_id is None or (head.masks_by_own and not self.takes_mask):
             wrong.append(
                 "its slots after the root read an embedding of its own, and this format's a token of the base "
                 "(mask_token_id)"
@@ -138,14 +135,6 @@ def qwen3_config(
     return config
 
 
-def dspark_keys(head: ParallelConfig) -> dict[str, Any]:
-    """What `read_dspark_options` reads, except for sample_from_anchor."""
-    return {
-        "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
-        "confidence_head_with_markov": head.markov_rank > 0,
-    }  # fmt: skip
-
-
 def _position(from_anchor: bool) -> str:
     return "the position after their own" if from_anchor else "their own position"
 
@@ -167,21 +156,4 @@ def read_options(
     return {
         **options, "draft_vocab_size": draft, "taps": layer_ids.readable(files, taps, base), "causal": False,
         "block_size": size, "draft_depth": min(size, 8), "mask_token_id": mask, "markov_rank": 0, "confidence": False,
-    }  # fmt: skip
-
-
-def read_dspark_options(files: Files, config: dict[str, Any], **usual: Any) -> dict[str, Any]:
-    """The options that a DSpark config adds. usual: defaults for missing keys. CheckpointError for variants that heads
-    here do not support."""
-    rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
-    variant = config.get("markov_head_type", "vanilla")
-    if rank and variant != "vanilla":
-        raise CheckpointError(f"{files}: markov_head_type={shown(variant)}; heads here have the vanilla one")
-    sure = flag(config, "enable_confidence_head", default=usual.get("confidence", False))
-    with_markov = flag(config, "confidence_head_with_markov", default=usual.get("confidence", False))
-    if sure and rank and not with_markov:
-        raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here also read the token before")
-    return {
-        "markov_rank": rank, "confidence": sure,
-        "sample_from_anchor": flag(config, "sample_from_anchor", default=True),
     }  # fmt: skip

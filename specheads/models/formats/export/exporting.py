@@ -164,6 +164,8 @@ def _write(
             save_file(tensors, temporary / written.weights, metadata={"format": "pt"})
         else:
             torch.save(tensors, temporary / written.weights)
+        for name, values in written.pickles.items():
+            torch.save(values, temporary / name)
         for name, path in written.links.items():
             (temporary / name).symlink_to(path)
         for name, text in texts.items():

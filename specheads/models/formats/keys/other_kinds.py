@@ -92,14 +92,6 @@ OTHER_KINDS = (
         _any(_value("speculators_model_type", "peagle"), _class("PEagle"),
              lambda config: config.get("parallel_drafting") is True or config.get("ptd_token_id") is not None),
     ),
-    OtherKind(
-        "a DFlash 2 head", f"vLLM and SGLang serve it; here, {_TRAIN}",
-        _any(_value("speculators_model_type", "dflash2"), _class("DFlash2")),
-    ),
-    OtherKind(
-        "a Domino head", f"SGLang serves it; here, {_TRAIN}",
-        _any(_class("Domino"), _inside("dflash_config", "projector_type", "domino")),
-    ),
     OtherKind("a DSpine head", _TRAIN, _any(_class("DSpine"), lambda config: "dspine_config" in config)),
     OtherKind(
         "speculators' form of EAGLE-1", "import the EAGLE checkpoint that it was converted from",

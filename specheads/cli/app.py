@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from specheads.cli.complete import complete_recipe
-from specheads.cli.errors import Stopped
+from specheads.cli.errors import Stopped, hyphenated
 
 DEBUG = "SPECHEADS_DEBUG"
 OFF = ("", "0", "f", "false", "n", "no", "off")  # values with which an environment variable, as Typer reads it, is off
@@ -37,7 +37,14 @@ class _Group(typer.core.TyperGroup):
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help text has no type of Python, and whose arguments are spelled by their metavars: MODEL..."""
+    """A command whose help text has no type of Python, and whose arguments are spelled by their metavars: MODEL...
+
+    Its options are also known with underscores for hyphens: --max_new_tokens.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, [hyphenated(word, known) for word in args])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(param.metavar) for param in self.params if param.param_type_name == "argument")]
@@ -133,10 +140,12 @@ def flags(line: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     See OptionError.said."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     name = next((word for word in line if word in commands), "")
-    words = {word.partition("=")[0] for word in line}
+    params = commands[name].params if name else []
+    known = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+    words = {hyphenated(word, known).partition("=")[0] for word in line}
     flag_of: dict[str, str] = {}
     typed: set[str] = set()
-    for option in commands[name].params if name else ():
+    for option in params:
         if option.param_type_name == "option":
             flag = next((flag for flag in option.opts if flag.startswith("--")), option.opts[0])
             others = [library for library, here in _OTHER_NAMES.items() if here == option.name]
@@ -171,11 +180,13 @@ def root(
       specheads doctor
       specheads demo
       specheads recipes
-      specheads train eagle3 base=my/model data.train=my.jsonl training.output_dir=out/head
+      specheads train eagle3 base=my/model data.train=my.jsonl \\
+        training.output_dir=out/head
       specheads curves runs/a runs/b --out compare.png
       specheads generate out/head --prompt "def fibonacci(n):" --color-depth
       specheads chat out/head
-      specheads bench out/head -d plain -d head --batch 1 --temperature 0 --num-prompts 8
+      specheads bench out/head -d plain -d head --batch 1 --temperature 0 \\
+        --num-prompts 8
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model
     """

@@ -16,12 +16,14 @@ from specheads.cli.options.decode import ChatOptions, GenerateOptions
 from specheads.cli.options.measure import BenchCommand, CalibrateOptions, ParityOptions, TuneOptions
 from specheads.cli.options.training import CurvesOptions, DemoOptions, FeaturesOptions, RecipesOptions, TrainOptions
 from specheads.cli.script import RecipeCommand
+from specheads.training.self_distill.options import Options as DistillOptions
 
-# In the order of --help: from a first look over training and decoding to measuring and to other programs.
+# In the order of --help, the line of work: a first look, data, training, decoding, measuring, other programs.
 add_command("doctor", DoctorOptions, "doctor.report:run")
 add_command("demo", DemoOptions, "demo.story:run")
 add_command("info", InfoOptions, "commands.info:run")
 add_command("recipes", RecipesOptions, "commands.recipes:run")
+add_command("distill", DistillOptions, "commands.distill:run")
 add_command("features", FeaturesOptions, "commands.features:run", RecipeCommand)
 add_command("train", TrainOptions, "commands.train:run", RecipeCommand)
 add_command("curves", CurvesOptions, "commands.train:draw_curves")

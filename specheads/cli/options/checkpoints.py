@@ -78,7 +78,8 @@ class ImportOptions(Output):
     \b
     Examples:
       specheads import org/eagle3-head heads/qwen3 --base Qwen/Qwen3-8B
-      specheads import downloaded/medusa heads/medusa --base lmsys/vicuna-7b-v1.3 --allow-pickle
+      specheads import downloaded/medusa heads/medusa \\
+        --base lmsys/vicuna-7b-v1.3 --allow-pickle
     """
 
     source: str = argument("SOURCE", "Another program's checkpoint: a directory or a hub id.")

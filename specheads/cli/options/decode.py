@@ -22,7 +22,8 @@ class GenerateOptions(Sampling, Drafting, Placement, Output):
       cat file.py | specheads generate out/head --tree chain:4 --json
       specheads generate out/head --prompt "class A" --accept fuzzy:js:0.2
       specheads generate out/head --prompt "class A" --draft auto:costs.json
-      specheads generate google/flan-t5-large --draft model:google/flan-t5-small --prompt "Translate to German: a house"
+      specheads generate google/flan-t5-large --draft model:google/flan-t5-small \\
+        --prompt "Translate to German: a house"
       specheads generate large --prompt "a" --draft cascade:model:small+maxgram
     """
 
@@ -81,9 +82,12 @@ class ChatOptions(Settings, Placement, Output):
     \b
     Examples:
       specheads chat out/head
-      specheads chat my/model --draft model:my/small-model --temperature 0.8 --seed 1
-      specheads chat my/model --draft model:my/small-model --compare draft=none --quantize 8bit
-      printf '/accept typical\\ndef f(x):\\n' | specheads chat out/head --no-chat --json
+      specheads chat my/model --draft model:my/small-model --temperature 0.8 \\
+        --seed 1
+      specheads chat my/model --draft model:my/small-model --compare draft=none \\
+        --quantize 8bit
+      printf '/accept typical\\ndef f(x):\\n' | specheads chat out/head --no-chat \\
+        --json
     """
 
     model: str = argument("MODEL", MODEL)

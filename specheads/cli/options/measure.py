@@ -33,7 +33,8 @@ class ParityOptions(Placement, Output):
     \b
     Examples:
       specheads parity out/head --data my.jsonl
-      specheads parity out/head --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
+      specheads parity out/head --data held_out.jsonl --dtype bfloat16 \\
+        --tolerance 0.05
     """
 
     model: str = argument("MODEL", HEAD)
@@ -53,7 +54,8 @@ class CalibrateOptions(Placement, Output):
     \b
     Examples:
       specheads calibrate out/head --data my.jsonl --num-nodes 16 --save
-      specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 --json
+      specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 \\
+        --json
     """
 
     model: str = argument("MODEL", HEAD)

@@ -39,7 +39,9 @@ class RecipesOptions(Output):
     Examples:
       specheads recipes
       specheads recipes eagle3 > my.yaml
-      accelerate launch --config_file "$(specheads recipes accelerate/ddp --path)" -m specheads train eagle3
+      accelerate launch \\
+        --config_file "$(specheads recipes accelerate/ddp --path)" -m specheads \\
+        train eagle3
     """
 
     name: str | None = argument("[NAME]", "Recipe to print.", None, autocompletion=complete_recipe(None))
@@ -62,7 +64,8 @@ class FeaturesOptions(Output):
     \b
     Examples:
       specheads features eagle3 --output features/llama data.train=my.jsonl
-      specheads features eagle3 --output features/small --dtype float8_e4m3fn --teacher-probs 64 --yes
+      specheads features eagle3 --output features/small --dtype float8_e4m3fn \\
+        --teacher-probs 64 --yes
     """
 
     recipe: str = argument("RECIPE", RECIPE, recipes="train")
@@ -89,7 +92,8 @@ class TrainOptions(Output):
     \b
     Examples:
       specheads train eagle3 base=my/model
-      specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
+      specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl \\
+        training.output_dir=out
       specheads train eagle3 --dry-run launch.processes=8 launch.distributed=fsdp2
       specheads train eagle3 base=my/model data.train=chats.jsonl --show-mask 100
       accelerate launch -m specheads train my.yaml

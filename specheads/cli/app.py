@@ -17,6 +17,7 @@ import typer
 
 from specheads.cli.complete import complete_recipe
 from specheads.cli.errors import Stopped, hyphenated
+from specheads.cli.shipped import find_model
 
 DEBUG = "SPECHEADS_DEBUG"
 OFF = ("", "0", "f", "false", "n", "no", "off")  # values with which an environment variable, as Typer reads it, is off
@@ -81,6 +82,7 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     read = getattr(options, "read", None)
 
     def invoke(context: typer.Context, **values: Any) -> None:
+        values |= {name: _find_models(values[name]) for name in named}
         typed = {name: value for name, value in values.items() if _is_typed(context, name)}
         request = options(**values) if read is None else read(typed)  # refuses what does not fit; torch comes after it
         if code := getattr(importlib.import_module(f"specheads.cli.{module}"), function)(request):
@@ -88,6 +90,7 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
 
     hints = get_type_hints(options)
     known = {field.name: field for field in fields(options)}
+    named = [name for name, field in known.items() if field.metadata.get("named")]
     # Its own before those that it shares with other commands.
     names = [name for kind in options.__mro__ for name in vars(kind).get("__annotations__", ()) if name in known]
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -96,6 +99,12 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     invoke.__doc__ = options.__doc__
     app.command(name, cls=command)(invoke)
+
+
+def _find_models(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_find_models(one) for one in value]
+    return value if value is None else type(value)(find_model(str(value)))
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -108,6 +117,7 @@ def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
     such as 1,4."""
     declared = dict(field.metadata)
     flags = declared.pop("flags", ())
+    declared.pop("named", None)
     if recipes := declared.pop("recipes", None):
         declared["autocompletion"] = complete_recipe(recipes)
     if kind is bool and not flags:

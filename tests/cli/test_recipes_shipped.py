@@ -133,3 +133,12 @@ def test_the_shell_script_is_shown(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         cli.run(["--show-completion"])
     assert not stopped.value.code and "complete -o default -F" in capsys.readouterr().out
+
+
+def test_a_shipped_head_has_its_name_alone_in_every_command(capsys, monkeypatch, tmp_path):
+    """As for `bench -d`, from wherever the command is called; what is here by that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "info", "eagle3", "--json")
+    assert code == 0 and json.loads(out)["kind"] == "eagle3"
+    (tmp_path / "eagle3").mkdir()
+    assert "eagle3 holds no config.json" in run(capsys, "generate", "eagle3", "--prompt", "a")[2]

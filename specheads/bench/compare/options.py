@@ -56,7 +56,7 @@ class BenchOptions:
         None,
         "Head checkpoint, plain Hugging Face model, or a folder that holds base/ and heads, which are then named by "
         "their subfolders (default, in a clone: the shipped one).",
-        metavar="[MODEL]", positional=True,
+        metavar="[MODEL]", positional=True, named=True,
     )  # fmt: skip
     recipe: str | None = option(
         None,

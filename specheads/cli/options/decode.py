@@ -27,7 +27,7 @@ class GenerateOptions(Sampling, Drafting, Placement, Output):
       specheads generate large --prompt "a" --draft cascade:model:small+maxgram
     """
 
-    model: str = argument("MODEL", MODEL)
+    model: str = argument("MODEL", MODEL, named=True)
     prompt: str | None = option(None, "The prompt (default: read from stdin).")
     chat: bool = option(False, "Format the prompt with the chat template.")
     color_depth: bool = option(False, "Colour tokens by their draft depth.")
@@ -90,7 +90,7 @@ class ChatOptions(Settings, Placement, Output):
         --json
     """
 
-    model: str = argument("MODEL", MODEL)
+    model: str = argument("MODEL", MODEL, named=True)
     quantize: str | None = option(
         None, "Load target and draft models in 4 or 8 bits, with bitsandbytes.", metavar="4bit|8bit"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from specheads.cli.complete import complete_recipe
 from specheads.cli.options.shared import OVERRIDES, RECIPE, Output
 from specheads.options import OptionError, argument, option
+from specheads.training.adapt.options import AdaptOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,11 @@ class TrainOptions(Output):
         for override in self.overrides or []:
             if "=" not in override:
                 raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptCommand(AdaptOptions, Output):
+    __doc__ = AdaptOptions.__doc__
 
 
 @dataclass(frozen=True, kw_only=True)

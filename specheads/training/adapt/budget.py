@@ -24,7 +24,7 @@ class Budget(TrainerCallback):
     def __init__(self, seconds: float, tokens: float, spent: Path) -> None:
         self.seconds, self.tokens, self.spent = seconds, tokens, spent
         self.earlier = json.loads(spent.read_text("utf8"))["seconds"] if spent.is_file() else 0.0
-        self.began = time.monotonic()
+        self.began, self.done = time.monotonic(), 0.0
 
     def taken(self) -> float:
         """Seconds of training so far."""
@@ -37,15 +37,15 @@ class Budget(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began = time.monotonic()
+        self.done = self.share(state)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        share = self.share(state)
-        factor = min((share + 0.01) / _WARMUP, 1 - (1 - _LAST) * share)
-        for group in optimizer.param_groups:
-            group["lr"] = factor * group["initial_lr"]
+    def factor(self, step: int) -> float:
+        """The learning rate as a share of its peak, for torch's LambdaLR: the budget counts, not the step."""
+        return min((self.done + 0.01) / _WARMUP, 1 - (1 - _LAST) * self.done)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.share(state) >= 1:
+        self.done = self.share(state)
+        if self.done >= 1:
             control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

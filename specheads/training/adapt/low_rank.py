@@ -12,8 +12,8 @@ from specheads.heads import DraftHead
 
 
 def attach(head: DraftHead, rank: int) -> list[nn.Module]:
-    """Freeze the head and add adapters, which change nothing yet, to each linear layer; returns them. ValueError if it
-    has none."""
+    """Freeze the head and add adapters, which change nothing yet, to each linear layer; returns them. An output
+    matrix whose weights the loss reads itself stays as it is. ValueError if there are no linear layers."""
     from peft import LoraConfig
     from peft.tuners.lora import Linear
 
@@ -23,7 +23,7 @@ def attach(head: DraftHead, rank: int) -> list[nn.Module]:
     if not found:
         raise ValueError(f"a head of kind {head.config.kind} has no linear layers to adapt: leave rank out")
     head.requires_grad_(False)
-    adapted = []
+    adapted: list[nn.Module] = []
     for parent, name, layer in found:
         wrapped = Linear(layer, "default", config=config, r=rank, lora_alpha=2 * rank)
         setattr(parent, name, wrapped)

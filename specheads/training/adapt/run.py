@@ -7,20 +7,25 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 
 from specheads.data.batches import Collator
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.hub import hub_options
-from specheads.models.base.loading import stop_ids
+from specheads.models.base.loading import placement, settle_dtype, stop_ids
 from specheads.models.card import TrainingRecord
+from specheads.models.checkpoint import in_dtype
 from specheads.models.convert import load_head
 from specheads.models.files import CheckpointError
+from specheads.models.formats.export.exporting import engines_for, form_for
 from specheads.models.formats.importing import find_foreign
-from specheads.models.named import load_with_tokenizer
+from specheads.models.named import tokenizer_of
 from specheads.models.spec_model import SpecModel
 from specheads.terminal import Report
 from specheads.training.adapt import low_rank
@@ -73,9 +78,8 @@ def adapt(options: AdaptOptions, progress: Progress) -> dict[str, Any]:
     """
     refuse_several()
     train, held_out = split(read_sessions(options.data), options.held_out, options.seed)
-    model, tokenizer = load_with_tokenizer(options.head, options.base, "auto", "auto")
-    stored = model.head.dtype
     work = Work(options)
+    model, tokenizer, stored = _load(options)
     asked = _questions(options, held_out, tokenizer)
 
     def measured(name: str, model: SpecModel) -> Measured:
@@ -87,21 +91,32 @@ def adapt(options: AdaptOptions, progress: Progress) -> dict[str, Any]:
         return result
 
     before = measured("before", model)
-    rows = _rows(work, train, options, model, tokenizer)
     if (spent := work.read("trained")) is None:
+        rows = _rows(work, train, options, model, tokenizer)
         spent = _train(work, rows, options, model, padding_id(tokenizer))
         model.head.to(stored)
         model.save_pretrained(options.output)
         work.write("trained", spent)
     else:
         model = load_head(model.base, options.output, dtype="auto")
+    in_dtype(model.head, model.base.dtype)  # what is measured is what was saved, rounded to its dtype
     after = measured("after", model)
-    record = _record(before, after) | {"rows": len(rows), **spent, "written": str(options.output)}
+    record = _record(before, after) | {**spent, "written": str(options.output)}
     known = TrainingRecord.of_folder(options.output)
     run_card.write(options.output, model, replace(known, trained=[card_section(record)]))
-    record |= _serve(options, model)
+    record |= _serve(options, model, stored)
     work.write("record", record)
     return record
+
+
+def _load(options: AdaptOptions) -> tuple[SpecModel, Any, torch.dtype]:
+    """Head and base as `--dtype auto` places them, the base's tokenizer, and the dtype in which the head came."""
+    _, device = placement("auto", "auto")
+    model: Any = SpecModel.from_pretrained(options.head, base=options.base, dtype="auto")
+    stored = model.head.dtype
+    settle_dtype(model.base, device)
+    in_dtype(model.head, model.base.dtype)
+    return model.to(device), tokenizer_of(options.base or model.base.name_or_path), stored
 
 
 def _questions(options: AdaptOptions, held_out: list[Session], tokenizer: Any) -> list[Prompt]:
@@ -146,12 +161,12 @@ def _rows(
     return rows
 
 
-def _recipe(options: AdaptOptions, base: Any, rows: list[dict[str, Any]]) -> Recipe:
+def _recipe(options: AdaptOptions, base: Any, rows: Path) -> Recipe:
     """The run as a recipe, which its card shows."""
     return Recipe.from_dict(
         {
             "base": base.name_or_path, "init_from": options.head, "parity": {"prompts": 0},
-            "data": {"train": rows, "max_length": options.max_length},
+            "data": {"train": str(rows), "max_length": options.max_length},
             "training": {
                 "output_dir": str(options.output), "learning_rate": options.learning_rate, "seed": options.seed,
                 "lr_scheduler_type": "constant", "num_train_epochs": EPOCHS, "max_grad_norm": 0.5,
@@ -168,7 +183,7 @@ def _train(
     work: Work, rows: list[dict[str, Any]], options: AdaptOptions, model: SpecModel, padding: int
 ) -> dict[str, Any]:
     """Train the head until the budget is spent → what it took. The head is saved, with the run's curves."""
-    recipe = _recipe(options, model.base, rows)
+    recipe = _recipe(options, model.base, work.write_rows("rows.jsonl", rows))
     arguments, checkpoint = training_arguments(recipe), resume_point(recipe)
     set_seed(options.seed)
     model.head.float()
@@ -181,10 +196,11 @@ def _train(
         callbacks=callbacks,
     )  # fmt: skip
     trainer.recipe = recipe.to_yaml()
+    trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), budget.factor)
     run = Run(trainer, checkpoint, recipe)
     with stage("in training"):
         run.train()
-    return {"steps": trainer.state.global_step, "minutes": round(budget.taken() / 60, 2),
+    return {"rows": len(rows), "steps": trainer.state.global_step, "minutes": round(budget.taken() / 60, 2),
             "tokens": int(trainer.state.num_input_tokens_seen)}  # fmt: skip
 
 
@@ -218,15 +234,20 @@ def card_section(record: dict[str, Any]) -> str:
     )
 
 
-def _serve(options: AdaptOptions, model: SpecModel) -> dict[str, Any]:
+def _serve(options: AdaptOptions, model: SpecModel, stored: torch.dtype) -> dict[str, Any]:
     """Write the head back in the format in which it came, if that is another program's → where, or why not."""
     foreign = find_foreign(options.head, hub_options(options.head))
     if foreign is None:
         return {}
     folder = options.output / SERVED
+    able = engines_for(model.config, model.base, model.head)
+    forms = [form_for(model.config, model.base, model.head, engine) for engine in able]
+    # Several engines read the form of one; the file says which only by what it holds.
+    same = [form.engine for form in forms if isinstance(form, type(foreign.form))]
+    engine = foreign.form.engine if foreign.form.engine in same or not same else same[0]
     try:
         if not folder.is_dir():
-            model.export(folder, foreign.form.engine)
+            model.export(folder, engine, dtype=stored)
     except CheckpointError as error:
-        return {"not_served": f"{foreign.form.title} was not written: {error}"}
+        return {"not_served": f"it was not written back: {error}"}
     return {"served": str(folder), "form": foreign.form.title}

@@ -31,7 +31,7 @@ class Prompt:
 def read_sessions(sources: Sequence[str]) -> list[Session]:
     """The rows, each once: a session that is in both parts of a split would be measured on what was trained on."""
     rows = load_dataset_rows([*sources], prompt_column="prompt")
-    return list({json.dumps(row, sort_keys=True, default=str): row for row in rows}.values())  # type: ignore[misc]
+    return list({json.dumps(row, sort_keys=True, default=str): row for row in rows}.values())
 
 
 def domain_of(row: Session) -> str:
@@ -76,7 +76,7 @@ def token_rows(
     rows: Sequence[Session], tokenizer: Any, max_length: int, stops: Collection[int]
 ) -> tuple[list[dict[str, Any]], Dropped]:
     """The rows as input_ids and labels, without the malformed ones, which are counted."""
-    config, made, dropped = DataConfig(train=[*rows], max_length=max_length), list[dict[str, Any]](), Dropped()
+    config, made, dropped = DataConfig(train=WHOLE, max_length=max_length), list[dict[str, Any]](), Dropped()
     for number, row in enumerate(rows, start=1):
         try:
             for part in chunk(tokenize(row, tokenizer, config, stops), max_length, tokenizer):
@@ -113,7 +113,7 @@ def _prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if row.get("input_ids") is None and row.get("prompt") is not None:
         return list(tokenizer(row["prompt"], verbose=False)["input_ids"])
-    ids = tokenize(dict(row), tokenizer, DataConfig(train=[row]))
+    ids = tokenize(dict(row), tokenizer, DataConfig(train=WHOLE))
     labels = ids["labels"]
     starts = [at for at in range(1, len(labels)) if labels[at] != IGNORED and labels[at - 1] == IGNORED]
     if starts and starts[-1] > 2:

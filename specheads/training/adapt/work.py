@@ -13,23 +13,24 @@ from specheads.models.files import refuse_below_file
 from specheads.options import OptionError
 from specheads.training.adapt.options import AdaptOptions
 
+OPTIONS = "options"  # the file of the options that a run resumes with
+
 
 class Work:
     def __init__(self, options: AdaptOptions) -> None:
-        """OptionError if the folder is another's, or was begun with other options."""
+        """OptionError if the folder holds something else, or was begun with other options; nothing is written yet."""
         self.folder, output = options.output / "sessions", str(options.output)
         refuse_below_file(self.folder)
-        now, before = json.loads(json.dumps(options.deciding, default=str)), self.read("options")
-        if before is None:
+        self.options = json.loads(json.dumps(options.deciding, default=str))
+        if (before := self.read(OPTIONS)) is None:
             if options.output.is_dir() and any(options.output.iterdir()):
                 raise OptionError("{output} holds something else: give a new folder", output=output)
-            self.write("options", now)
-            return
-        if differing := [f"{n}: {before.get(n)!r}, not {now[n]!r}" for n in now if before.get(n) != now[n]]:
+        elif differing := [name for name in self.options if before.get(name) != self.options[name]]:
+            said = "; ".join(f"{name}: {before.get(name)!r}, not {self.options[name]!r}" for name in differing)
             raise OptionError(
-                f"{{output}} was begun with other options ({'; '.join(differing)}): resume it with the same, or give "
-                "another", output=output,
-            )  # fmt: skip
+                f"{{output}} was begun with other options ({said}): resume it with the same, or give another",
+                output=output,
+            )
 
     def read(self, name: str) -> Any:
         """What a stage left; None if it is not done."""
@@ -37,6 +38,8 @@ class Work:
         return json.loads(path.read_text("utf8")) if path.is_file() else None
 
     def write(self, name: str, value: Any) -> None:
+        if not (self.folder / f"{OPTIONS}.json").is_file():
+            self._replace(f"{OPTIONS}.json", json.dumps(self.options, indent=2) + "\n")
         self._replace(f"{name}.json", json.dumps(value, indent=2, default=str) + "\n")
 
     def write_rows(self, name: str, rows: Sequence[Any]) -> Path:

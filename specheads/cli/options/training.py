@@ -88,7 +88,8 @@ class FeaturesOptions(Output):
 class TrainOptions(Output):
     """Train a draft head from a recipe.
 
-    It runs in this process or, under `accelerate launch`, in one process per GPU.
+    It runs in this process or, under `accelerate launch`, in one process per GPU. An option of the recipe may also be a
+    flag: --learning-rate 1e-4 is training.learning_rate=1e-4.
 
     \b
     Examples:

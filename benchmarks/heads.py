@@ -4,8 +4,8 @@ Unless called "as published", EAGLE-3 has `norm_before_residual`, and EAGLE-1 is
 its own drafts, as in HASS (arXiv:2408.15766). "mtp, wide" has as many parameters as EAGLE-3: its layer's MLP is wider
 than the base's.
 
-    python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 1440 --batch_size 96 \\
-        --max_new_tokens 112 --dtype float32
+    specheads distill --base checkpoints/base --output runs/own.jsonl --num-rows 1440 --batch-size 96 \\
+        --max-new-tokens 112 --dtype float32
     python benchmarks/heads.py --data runs/own.jsonl --out docs/benchmarks --bf16
 
 With the same seed, all variants see the same rows in the same order, for the same steps, with the same optimizer. Each

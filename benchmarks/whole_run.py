@@ -1,7 +1,7 @@
 """A whole training run of several epochs, ours and NVIDIA ModelOpt's: CPU time, and the heads' accepted length.
 
-    python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 1440 --batch_size 96 \\
-        --max_new_tokens 112 --dtype float32
+    specheads distill --base checkpoints/base --output runs/own.jsonl --num-rows 1440 --batch-size 96 \\
+        --max-new-tokens 112 --dtype float32
     python benchmarks/whole_run.py --modelopt mo/bin/python --data runs/own.jsonl --out docs/benchmarks/whole_run
 
 benchmarks/peers.py says how to create ModelOpt's environment. Every side trains an EAGLE-3 head on the same rows, all

@@ -21,7 +21,8 @@ _LONGEST = 80  # most characters of a value or name that a message quotes
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
     """A field of a dataclass of options, declared once for Python, a record and the command line.
 
-    more: min and max of a number; metavar and flags, how a command spells it; autocompletion, the words of its value.
+    more: min and max of a number; metavar and flags, how a command spells it; autocompletion, the words of its value;
+    named, whether the name alone of a shipped checkpoint will do.
     """
     return field(default=default, metadata={"help": help, **more})
 

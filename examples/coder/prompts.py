@@ -2,7 +2,7 @@
 
 python examples/coder/prompts.py --output prompts.jsonl --math gsm8k_train.jsonl --exclude human_eval.jsonl
 
-Each line is {"messages": [...]}: the user's messages, one or two, for train/self_distill.py to have answered by the
+Each line is {"messages": [...]}: the user's messages, one or two, for specheads distill to have answered by the
 model itself. Functions come from the standard library (PSF licence) and from installed packages whose licence permits
 it (PACKAGES). A prompt that shares a run of --ngram words with a row of an --exclude file is left out and counted, so
 that nothing here is measured on what was trained on.

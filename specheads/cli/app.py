@@ -16,7 +16,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from specheads.cli.complete import complete_recipe
-from specheads.cli.errors import Stopped
+from specheads.cli.errors import Stopped, hyphenated
+from specheads.cli.shipped import find_model
 
 DEBUG = "SPECHEADS_DEBUG"
 OFF = ("", "0", "f", "false", "n", "no", "off")  # values with which an environment variable, as Typer reads it, is off
@@ -37,7 +38,14 @@ class _Group(typer.core.TyperGroup):
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help text has no type of Python, and whose arguments are spelled by their metavars: MODEL..."""
+    """A command whose help text has no type of Python, and whose arguments are spelled by their metavars: MODEL...
+
+    Its options are also known with underscores for hyphens: --max_new_tokens.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, [hyphenated(word, known) for word in args])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(param.metavar) for param in self.params if param.param_type_name == "argument")]
@@ -74,6 +82,7 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     read = getattr(options, "read", None)
 
     def invoke(context: typer.Context, **values: Any) -> None:
+        values |= {name: _find_models(values[name]) for name in named}
         typed = {name: value for name, value in values.items() if _is_typed(context, name)}
         request = options(**values) if read is None else read(typed)  # refuses what does not fit; torch comes after it
         if code := getattr(importlib.import_module(f"specheads.cli.{module}"), function)(request):
@@ -81,6 +90,7 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
 
     hints = get_type_hints(options)
     known = {field.name: field for field in fields(options)}
+    named = [name for name, field in known.items() if field.metadata.get("named")]
     # Its own before those that it shares with other commands.
     names = [name for kind in options.__mro__ for name in vars(kind).get("__annotations__", ()) if name in known]
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -89,6 +99,12 @@ def add_command(name: str, options: type, work: str, command: type[Command] = Co
     invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     invoke.__doc__ = options.__doc__
     app.command(name, cls=command)(invoke)
+
+
+def _find_models(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_find_models(one) for one in value]
+    return value if value is None else type(value)(find_model(str(value)))
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -101,6 +117,7 @@ def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
     such as 1,4."""
     declared = dict(field.metadata)
     flags = declared.pop("flags", ())
+    declared.pop("named", None)
     if recipes := declared.pop("recipes", None):
         declared["autocompletion"] = complete_recipe(recipes)
     if kind is bool and not flags:
@@ -133,10 +150,12 @@ def flags(line: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     See OptionError.said."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     name = next((word for word in line if word in commands), "")
-    words = {word.partition("=")[0] for word in line}
+    params = commands[name].params if name else []
+    known = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+    words = {hyphenated(word, known).partition("=")[0] for word in line}
     flag_of: dict[str, str] = {}
     typed: set[str] = set()
-    for option in commands[name].params if name else ():
+    for option in params:
         if option.param_type_name == "option":
             flag = next((flag for flag in option.opts if flag.startswith("--")), option.opts[0])
             others = [library for library, here in _OTHER_NAMES.items() if here == option.name]
@@ -171,11 +190,13 @@ def root(
       specheads doctor
       specheads demo
       specheads recipes
-      specheads train eagle3 base=my/model data.train=my.jsonl training.output_dir=out/head
+      specheads train eagle3 base=my/model data.train=my.jsonl \\
+        training.output_dir=out/head
       specheads curves runs/a runs/b --out compare.png
       specheads generate out/head --prompt "def fibonacci(n):" --color-depth
       specheads chat out/head
-      specheads bench out/head -d plain -d head --batch 1 --temperature 0 --num-prompts 8
+      specheads bench out/head -d plain -d head --batch 1 --temperature 0 \\
+        --num-prompts 8
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model
     """

@@ -41,12 +41,21 @@ def report(
 def usage_error(error: Any, words: Sequence[str]) -> str:
     """Typer's message for a command line that it could not parse, with the value it refused, and where to look."""
     message, context, param = error.format_message(), error.ctx, getattr(error, "param", None)
-    if message.startswith("Invalid value for") and (value := value_after(getattr(param, "opts", ()), words)):
+    if message.startswith("Invalid value for") and (
+        value := value_after(names := getattr(param, "opts", ()), [hyphenated(word, names) for word in words])
+    ):
         return f"{message}, not {value!r}"
     if context is None or "Did you mean" in message or "Possible options" in message:
         return message
     usage = " ".join([context.command_path, *context.command.collect_usage_pieces(context)])
     return f"{message.rstrip('.')}; usage: {usage} (--help says more)"
+
+
+def hyphenated(word: str, known: Collection[str]) -> str:
+    """--max_new_tokens=8 as --max-new-tokens=8, if that is among the known flags."""
+    name, equals, value = word.partition("=")
+    spelled = name.replace("_", "-")
+    return f"{spelled}{equals}{value}" if name.startswith("--") and spelled in known else word
 
 
 def value_after(names: Collection[str], words: Sequence[str]) -> str | None:

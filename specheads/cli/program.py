@@ -14,16 +14,26 @@ from specheads.cli.options.audit import AuditOptions
 from specheads.cli.options.checkpoints import DoctorOptions, ExportOptions, ImportOptions, InfoOptions
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
 from specheads.cli.options.measure import BenchCommand, CalibrateOptions, ParityOptions, TuneOptions
-from specheads.cli.options.training import CurvesOptions, DemoOptions, FeaturesOptions, RecipesOptions, TrainOptions
+from specheads.cli.options.training import (
+    AdaptCommand,
+    CurvesOptions,
+    DemoOptions,
+    FeaturesOptions,
+    RecipesOptions,
+    TrainOptions,
+)
 from specheads.cli.script import RecipeCommand
+from specheads.training.self_distill.options import Options as DistillOptions
 
-# In the order of --help: from a first look over training and decoding to measuring and to other programs.
+# In the order of --help, the line of work: a first look, data, training, decoding, measuring, other programs.
 add_command("doctor", DoctorOptions, "doctor.report:run")
 add_command("demo", DemoOptions, "demo.story:run")
 add_command("info", InfoOptions, "commands.info:run")
 add_command("recipes", RecipesOptions, "commands.recipes:run")
+add_command("distill", DistillOptions, "commands.distill:run")
 add_command("features", FeaturesOptions, "commands.features:run", RecipeCommand)
 add_command("train", TrainOptions, "commands.train:run", RecipeCommand)
+add_command("adapt", AdaptCommand, "commands.adapt:run")
 add_command("curves", CurvesOptions, "commands.train:draw_curves")
 add_command("parity", ParityOptions, "commands.calibration:check_parity")
 add_command("calibrate", CalibrateOptions, "commands.calibration:find_tree")

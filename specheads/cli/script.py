@@ -1,5 +1,5 @@
-"""What the scripts in train/ and the commands that take a recipe share: a flag that is an option of recipes is answered
-with its KEY=VALUE, and bad input ends in one line.
+"""What the scripts in train/ and the commands that take a recipe share: a flag that is an option of recipes is read as
+its KEY=VALUE, and bad input ends in one line.
 
 The scripts import torch in run_script(), after listen(), so that Ctrl-C during that import is one line, too.
 """
@@ -10,13 +10,13 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import typer
 
 from specheads.cli.app import Command
-from specheads.cli.errors import report, say_stopped, value_after
+from specheads.cli.errors import hyphenated, report, say_stopped, value_after
 
 
 class RecipeCommand(Command):
@@ -24,12 +24,42 @@ class RecipeCommand(Command):
         words = list(args)  # parsing empties it
         known = [flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)]
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, as_overrides([hyphenated(word, known) for word in args], known))
         except typer.TyperException as error:
             flag = getattr(error, "option_name", "")
             if not flag or flag in known:
                 raise
             raise ValueError(f"no such option: {flag}{flag_hint(flag, words, known)}") from None
+
+
+def as_overrides(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words with each flag that has the name of a recipe's option as KEY=VALUE: --learning_rate 1e-3 is
+    training.learning_rate=1e-3, and --bf16 training.bf16=true. known: the program's own flags. ValueError for one
+    without a value."""
+    result: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        key = None
+        if flag.startswith("--") and flag != "--" and flag not in known:
+            from specheads.training.recipe.reader import is_switch
+            from specheads.training.recipe.recipe import flag_key
+
+            key = flag_key(flag)
+        if key is None:
+            result.append(word)
+            continue
+        if not equals:
+            follows = rest[0] if rest and not rest[0].startswith("--") and "=" not in rest[0] else None
+            if is_switch(key):
+                value = rest.pop(0) if follows in ("true", "false", "True", "False", "null") else "true"
+            elif follows is None:
+                raise ValueError(f"{flag} needs a value: {flag} VALUE, or {key}=VALUE")
+            else:
+                value = rest.pop(0)
+        result.append(f"{key}={value}")
+    return result
 
 
 def flag_hint(flag: str, words: Sequence[str], known: Iterable[str]) -> str:
@@ -76,6 +106,7 @@ class RecipeParser(Parser):
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.words = sys.argv[1:] if args is None else list(args)
+        self.words = as_overrides(self.words, self._option_string_actions)
         return super().parse_intermixed_args(self.words, namespace)
 
     def error(self, message: str) -> Any:

@@ -1,4 +1,5 @@
-"""The recipes that come with the package, by name: `eagle3` is recipes/eagle3.yaml, `accelerate/ddp` a launch config.
+"""The recipes that come with the package, by name: `eagle3` is recipes/eagle3.yaml, `accelerate/ddp` a launch config;
+and the checkpoints of a clone.
 
 A wheel holds the repository's recipes/ as specheads/recipes/ (see setup.py). Nothing here imports torch, so that
 listing and completing names is quick.
@@ -31,6 +32,15 @@ def recipe_names(kind: Kind | None = None) -> list[str]:
     paths = (path.relative_to(recipes_dir()).with_suffix("") for path in recipes_dir().rglob("*.yaml"))
     names = sorted((path.as_posix() for path in paths), key=lambda name: (name.count("/"), name))
     return [name for name in names if kind in (None, kind_of(name))]
+
+
+def find_model(name: str) -> str:
+    """What MODEL on a command line means: in a clone eagle3 is checkpoints/eagle3, as for `bench -d`, unless something
+    here has that name."""
+    folder = Path(__file__).resolve().parents[2] / "checkpoints" / name
+    if Path(name).name != name or Path(name).exists() or not (folder / "config.json").is_file():
+        return name
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def kind_of(name: str) -> Kind:

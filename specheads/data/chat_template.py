@@ -13,13 +13,11 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specheads.data.row_forms import Message, RowError, is_text_parts
-from specheads.options import OptionError, shown
+from specheads.options import shown
 
 _Written = TypeVar("_Written")
 _READS_PARTS = re.compile(r"""['"]text['"]""")  # a part's type or key, as a template refers to it
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Arguments of apply_chat_template, which a variable of that name would replace.
-_RESERVED = ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize")
 
 
 class MissingTemplate(ValueError):
@@ -91,23 +89,6 @@ def template_of(tokenizer: Any, tools: Any = None) -> str:
             "put that of the model it belongs to into its folder, as chat_template.jinja, or give rows of text"
         )
     return str(tokenizer.get_chat_template(tools=tools))
-
-
-def template_variables(variables: Any) -> dict[str, Any]:
-    """The variables of a chat template, as a dict. OptionError for anything else, and for those with another source."""
-    if variables is None:
-        return {}
-    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise OptionError(
-            "{chat_template_kwargs}: expected variables of the chat template, such as enable_thinking: false",
-            chat_template_kwargs=variables,
-        )
-    if taken := sorted(set(_RESERVED) & variables.keys()):
-        raise OptionError(
-            "{chat_template_kwargs}: " + taken[0] + " comes from the rows or the tokenizer; leave it out",
-            chat_template_kwargs=dict(variables),
-        )
-    return dict(variables)
 
 
 def _as_dict(arguments: Any) -> Any:

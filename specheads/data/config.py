@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specheads.data.chat_template import template_variables
 from specheads.options import OptionError, refuse_unknown
+
+# Arguments of apply_chat_template, which a variable of that name would replace.
+_RESERVED = ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize")
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,20 @@ class DataConfig:
         if "train" not in options:
             raise ValueError("data option 'train' is missing: give a path, a list of paths, a glob or a hub dataset id")
         return cls(**options)
+
+
+def template_variables(variables: Any) -> dict[str, Any]:
+    """The variables of a chat template, as a dict. OptionError for anything else, and for those with another source."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise OptionError(
+            "{chat_template_kwargs}: expected variables of the chat template, such as enable_thinking: false",
+            chat_template_kwargs=variables,
+        )
+    if taken := sorted(set(_RESERVED) & variables.keys()):
+        raise OptionError(
+            "{chat_template_kwargs}: " + taken[0] + " comes from the rows or the tokenizer; leave it out",
+            chat_template_kwargs=dict(variables),
+        )
+    return dict(variables)

@@ -16,6 +16,7 @@ from transformers.integrations import integration_utils
 from specheads.bench import environment
 from specheads.cli.commands import show_mask
 from specheads.cli.demo import live, race, story
+from specheads.cli.script import as_overrides
 from tests.support.command_line import CONTROL, run
 from train import heads
 
@@ -218,3 +219,18 @@ def test_the_demos_base_continues_as_many_prompts_as_its_time_allows(row_seconds
     base = SimpleNamespace(generate=generate, device="cpu")
     made = live.continuations(base, torch.arange(500), live.LiveOptions(minutes=2, seed=0), 14.4, lambda *_: None)
     assert made.shape == (texts, 160)
+
+
+def test_a_flag_of_a_recipes_option_is_its_key_and_value():
+    """As other trainers spell them; of two options of one name it is the training section's."""
+    known = ["--dry-run", "--output"]
+    for words, meant in (
+        ("eagle3 --learning_rate 1e-3 base=a", "eagle3 training.learning_rate=1e-3 base=a"),
+        ("--learning-rate=1e-3 eagle3", "training.learning_rate=1e-3 eagle3"),
+        ("--bf16 eagle3 --fp16 false", "training.bf16=true eagle3 training.fp16=false"),
+        ("--bf16 --dry-run", "training.bf16=true --dry-run"),
+        ("--seed 3 --data.seed 4", "training.seed=3 data.seed=4"),
+        ("--base a --max_length 9 --kind mtp", "base=a data.max_length=9 head.kind=mtp"),
+        ("--output --lr 1 --head.seed 2", "--output --lr 1 --head.seed 2"),
+    ):
+        assert as_overrides(words.split(), known) == meant.split()

@@ -8,19 +8,18 @@ import pytest
 from specheads.cli.errors import report
 from specheads.options import OptionError
 from specheads.training.distributed.launch import LaunchError
-from train import base_model, bigram, features, heads, self_distill
+from train import base_model, bigram, features, heads
 
 OUTPUT = ["--output", "out"]
 SCRIPTS = {
     heads: ["eagle3"],
     features: ["eagle3", *OUTPUT],
-    self_distill: ["--base", "base", *OUTPUT],
     bigram: ["--base", "base", *OUTPUT],
     base_model: ["--output_dir", "out"],
 }
 WORK = {
     heads: "specheads.cli.commands.train.train", features: "specheads.cli.commands.features.save",
-    self_distill: "specheads.training.self_distill.run.run", bigram: "specheads.hub.hub_options",
+    bigram: "specheads.hub.hub_options",
     base_model: "specheads.training.base_model.run.train",
 }  # fmt: skip
 
@@ -57,10 +56,9 @@ def test_ctrl_c_in_a_script_is_one_line(ended_by, monkeypatch):
 
 def test_an_option_that_a_script_does_not_have_is_one_line(capsys):
     for script, words, message in (
-        (heads, "eagle3 --learning_rate 1e-3", "did you mean training.learning_rate=1e-3?"),
+        (heads, "eagle3 --lr 1e-3", "did you mean training.learning_rate=1e-3?"),
         (heads, "eagle3 --dry-rum", "did you mean --dry-run?"),
-        (features, "eagle3 --output o --max-length=9", "did you mean data.max_length=9?"),
-        (self_distill, "--base a --output b --soource c", "did you mean --source?"),
+        (features, "eagle3 --output o --max-lengt=9", "did you mean data.max_length=9?"),
         (bigram, "--base a --output b --sourc=c d", "unrecognized arguments: d"),
         (base_model, "--output_dir a --layrs 3", "did you mean --layers?"),
         (base_model, "--output_dir a --layers many", "invalid int value: 'many'"),

@@ -1,14 +1,14 @@
-"""Distilling from a server in the tests' own process: the script on rows, and what it wrote."""
+"""Distilling from a server in the tests' own process: the command on rows, and what it wrote."""
 
 import json
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specheads.cli import program as cli
 from specheads.training.self_distill import served
 from tests.support.chat_base import save_base, write
 from tests.support.openai_server import chat
-from train import self_distill
 
 NEW = 12
 CHATS = [
@@ -50,12 +50,12 @@ def thinking(tmp_path_factory):
 
 @pytest.fixture
 def ask(folder, tmp_path, capsys):
-    """Run the script in this process on rows: exit code, lines and standard error."""
+    """Run the command in this process on rows: exit code, lines and standard error."""
 
     def run(rows, *options, output="own.jsonl", base=folder):
         source, out = write(tmp_path / f"rows-{len(str(rows))}.jsonl", rows), tmp_path / output
         known = ("--base", base, "--source", source, "--output", out, "--max_new_tokens", NEW, "--max_length", 200)
-        code = self_distill.main([str(word) for word in (*known, *options)])
+        code = cli.run(["distill", *map(str, (*known, *options))])
         lines = out.read_bytes().splitlines(keepends=True) if out.exists() else []
         return code, [json.loads(line) for line in lines if line.endswith(b"\n")], capsys.readouterr().err
 

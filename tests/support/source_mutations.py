@@ -662,6 +662,12 @@ MUTATIONS = (
       "self._ahead.pop(first, None)", "None", "training/test_self_distill_file.py", "before_their_turn"),
     M("a whole round to warm up what does not compile", "bench.compare.run:_CellRun._warm_up",
       "else [few]", "else ends", "bench/test_compare.py", "few_tokens"),
+    M("sessions both trained on and measured", "training.adapt.sessions:split",
+      "theirs[count:]", "theirs", "training/test_adapt.py", "not_trained_on"),
+    M("a budget that forgets the time before a stop", "training.adapt.budget:Budget.taken",
+      "self.earlier + ", "", "training/test_adapt.py", "first_of_time"),
+    M("the section of a recipe's flag ignored", "training.recipe.recipe:flag_key",
+      "[section] if dot else [*SECTIONS]", "[*SECTIONS]", "cli/test_cli_train.py", "flag_of_a_recipes"),
     # --- audit ---
     M("bets that begin with more than 1 together", "audit.evidence:Evidence.empty",
       "-math.log(bets)", "0.0", "audit/test_false_alarms.py"),

@@ -7,13 +7,13 @@ import torch
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from specheads import SpecModel
+from specheads.cli import program as cli
 from specheads.training.estimate import estimate
 from specheads.training.parity import ParityConfig
 from specheads.training.run import prepare
 from tests.support.chat_base import write
 from tests.support.saved_features import dump, material, recipe
 from tests.support.tiny_models import tiny_llava
-from train import self_distill
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -52,7 +52,7 @@ def test_its_saved_features_train_the_same_head(folder, tmp_path):
 def test_it_answers_questions_in_its_own_words(folder, tmp_path):
     source, own = write(tmp_path / "rows.jsonl", [{"prompt": "a question"}]), tmp_path / "own.jsonl"
     options = ("--base", folder / "base", "--source", source, "--output", own, "--max_new_tokens", 8)
-    assert self_distill.main([str(word) for word in options]) == 0
+    assert cli.run(["distill", *map(str, options)]) == 0
     base = LlavaForConditionalGeneration.from_pretrained(folder / "base")
     prompt = AutoTokenizer.from_pretrained(folder / "base")("a question", return_tensors="pt").input_ids
     text = base.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)[0].tolist()

@@ -10,16 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.bench.prompts import read_prompts
-from specheads.cli.script import options_from
+from specheads.cli import program as cli
 from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
-from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import TextPrompt, passes, windows
 from specheads.training.self_distill.rows_file import RowsFile
 from tests.support.chat_base import TEMPLATE, messages, save_base, write
 from tests.support.tiny_models import tiny_llama
-from train import self_distill
 
 NEW = 12
 CHATS = [
@@ -43,12 +41,12 @@ def loaded(folder):
 
 @pytest.fixture
 def make(folder, tmp_path, cache_in_tmp):
-    """Run the script in this process on rows; its own rows come back."""
+    """Run the command in this process on rows; its own rows come back."""
 
     def run(rows, *options, output="own.jsonl"):
         source, out = write(tmp_path / "rows.jsonl", rows), tmp_path / output
         known = ("--base", folder, "--source", source, "--output", out, "--max_new_tokens", NEW)
-        assert self_distill.main([str(word) for word in (*known, *options)]) == 0
+        assert cli.run(["distill", *map(str, (*known, *options))]) == 0
         return [json.loads(line) for line in out.read_text("utf8").splitlines()]
 
     return run
@@ -175,7 +173,7 @@ def test_sampled_answers_are_those_of_their_numbers_whatever_the_batches(make, t
     """Greedy and sampled, over rounds of other sizes, and resumed with other batches."""
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 2
     rows = [{"prompt": "a"}, {"messages": turns}, {"prompt": "bb"}, {"prompt": "c d"}]
-    ask = (rows, "--temperature", 0, 1.5, "--dtype", "float32", "--seed", 3)
+    ask = (rows, "--temperature", "0,1.5", "--dtype", "float32", "--seed", 3)
     whole = make(*ask, "--num_rows", 16, "--batch_size", 1)
     assert make(*ask, "--num_rows", 16, "--batch_size", 3, output="other.jsonl") == whole
     make(*ask, "--num_rows", 6, "--batch_size", 2, output="cut.jsonl")
@@ -223,7 +221,7 @@ def test_more_rows_than_turns_are_sampled_and_differ(make):
 
 def test_a_mix_of_temperatures_is_greedy_on_its_share_and_resumes_as_it_would_have(make, loaded, tmp_path):
     rows = [{"prompt": f"{i} is"} for i in range(7)]
-    ask = (rows, "--temperature", 0, 1.5, "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
+    ask = (rows, "--temperature", "0,1.5", "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
     mixed = make(*ask)
     whole = (tmp_path / "own.jsonl").read_bytes()
     cold = [row == {**row, "input_ids": greedy(loaded, answered(row)[0])} for row in mixed]
@@ -287,7 +285,7 @@ def test_variables_and_tools_reach_the_template(tmp_path_factory, tmp_path, cach
     source = write(tmp_path / "rows.jsonl", [{"messages": messages(("user", "u")), "tools": tools}])
     words = ["--base", folder, "--source", source, "--output", tmp_path / "own.jsonl", "--max_new_tokens", 3]
     words += ["--chat_template_kwargs", '{"thinking": false}']
-    assert self_distill.main(list(map(str, words))) == 0
+    assert cli.run(["distill", *map(str, words)]) == 0
     row = json.loads((tmp_path / "own.jsonl").read_text())
     assert AutoTokenizer.from_pretrained(folder).decode(answered(row)[0]) == "no[look]<user>u<assistant>"
 
@@ -322,23 +320,23 @@ def test_bench_asks_the_first_turn_of_the_same_files(loaded, tmp_path):
         ([{"messages": [{"role": "system", "content": "a"}]}], "", "none of the 1 rows"),
         ([{"messages": [{"role": "user", "content": "refuse"}]}], "", "not that"),
         ([{"other": "a"}], "", "'prompt'"),
-        ([{"text": "a"}], "", "lower --prompt_tokens"),
+        ([{"text": "a"}], "", "lower --prompt-tokens"),
         ([{"text": None}], "", "a row with columns ['text'] has text=None"),
         ([{"input_ids": [5, 257]}, {"input_ids": [5, 258]}], "", "row 2 of {tmp}/rows.jsonl: token 258 is outside"),
         ([{"input_ids": [5]}, {"input_ids": [-1]}], "", "row 2 of {tmp}/rows.jsonl: token -1 is outside"),
         ([{"text": "a"}], "--chat", "--chat"),
         ([{"prompt": "a"}], "--num_rows 2", "a greedy answer"),
-        ([{"prompt": "a"}], "--num_rows 0", "--num_rows 0"),
+        ([{"prompt": "a"}], "--num_rows 0", "--num-rows"),
         ([{"prompt": "a"}], "--num_rows many", "many"),
-        ([{"prompt": "a"}], "--temperature -1", "--temperature -1"),
-        ([{"prompt": "a"}], "--max_length 12 --max_new_tokens 12", "--max_length 12"),
+        ([{"prompt": "a"}], "--temperature -1", "--temperature -1 must"),
+        ([{"prompt": "a"}], "--max_length 12 --max_new_tokens 12", "--max-length 12 must be above --max-new-tokens 12"),
         ([{"prompt": "a"}], "--max_length 9000 --max_new_tokens 600", "512 tokens"),
         ([{"prompt": "a"}], "--dtype int7", "int7"),
-        ([{"prompt": "a"}], "--temperature 0 inf", "--temperature inf"),
-        ([{"prompt": "a"}], "--top_p 0.9", "--top_p 0.9 changes nothing"),
-        ([{"prompt": "a"}], "--temperature 1 --top_p 0", "--top_p 0"),
-        ([{"prompt": "a"}], "--temperature 1 --top_k 0", "--top_k 0"),
-        ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min_p 2"),
+        ([{"prompt": "a"}], "--temperature 0,inf", "--temperature inf"),
+        ([{"prompt": "a"}], "--top_p 0.9", "--top-p 0.9 changes nothing"),
+        ([{"prompt": "a"}], "--temperature 1 --top_p 0", "--top-p 0.0"),
+        ([{"prompt": "a"}], "--temperature 1 --top_k 0", "--top-k"),
+        ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min-p 2.0"),
         ([{"prompt": "a"}], "--model m", "--model m is for a --server"),
         ([{"prompt": "a"}], "--server localhost:8000", "http://localhost:8000/v1"),
         ([{"prompt": "a"}], "--server http://localhost:port/v1", "http://localhost:8000/v1"),
@@ -346,9 +344,9 @@ def test_bench_asks_the_first_turn_of_the_same_files(loaded, tmp_path):
         ([{"prompt": "a"}], "--server http://localhost:1/v1 --retries 0", "no answer in 1 tries"),
         ([{"prompt": "a"}], "--server http://a --retries -1", "--retries -1"),
         ([{"prompt": "a"}], "--server http://a --timeout 0", "--timeout 0"),
-        ([{"prompt": "a"}], "--server http://a --extra_body [1]", "--extra_body [1]"),
+        ([{"prompt": "a"}], "--server http://a --extra_body [1]", "--extra-body [1]"),
         ([{"prompt": "a"}], "--chat_template_kwargs {{", "is not JSON"),
-        ([{"prompt": "a"}], "--split all", "--split all"),
+        ([{"prompt": "a"}], "--split all", "unknown split 'all'"),
         ([{"prompt": "a"}], "--what 1", "--what"),
         ([{"prompt": "a"}], "--source {tmp}/absent.jsonl", "absent.jsonl"),
         ([{"prompt": "a"}], "--base {tmp}/nowhere", "nowhere"),
@@ -366,9 +364,9 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
 ):
     source = write(tmp_path / "rows.jsonl", rows)
     known = ["--base", folder, "--source", source, "--output", tmp_path / "own.jsonl"]
-    code = self_distill.main([*map(str, known), *options.format(tmp=tmp_path).split()])
+    code = cli.run(["distill", *map(str, known), *options.format(tmp=tmp_path).split()])
     out, err = capsys.readouterr()
-    own = [line for line in err.splitlines() if line.startswith("train/self_distill.py: ")]
+    own = [line for line in err.splitlines() if line.startswith("specheads: ")]
     assert code == 2 and not out and "Traceback" not in err
     assert len(own) == 1 and said.replace("{tmp}", str(tmp_path)) in own[0]
 
@@ -382,7 +380,7 @@ def test_broken_rows_are_left_out_and_counted_by_reason(folder, tmp_path, capsys
     ]  # fmt: skip
     source = write(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
     known = ("--base", folder, "--source", source, "--output", tmp_path / "own.jsonl", "--max_new_tokens", "4")
-    assert self_distill.main(list(map(str, known))) == 0
+    assert cli.run(["distill", *map(str, known)]) == 0
     err = capsys.readouterr().err
     assert f"{source}: left out 5 of 7 rows: 3 malformed (the first is row 2: messages=[]: expected" in err
     assert "; 1 refused by the chat template (the first is row 4: " in err
@@ -393,7 +391,7 @@ def test_broken_rows_are_left_out_and_counted_by_reason(folder, tmp_path, capsys
 def test_a_byte_that_is_not_utf8_is_named_by_its_line(row, folder, tmp_path, capsys, cache_in_tmp):
     (tmp_path / "rows.jsonl").write_bytes(row.replace(b"\xe9", b"e") + b"\n" + row + b"\n")
     known = ("--base", folder, "--source", tmp_path / "rows.jsonl", "--output", tmp_path / "own.jsonl")
-    assert self_distill.main(list(map(str, known))) == 2
+    assert cli.run(["distill", *map(str, known)]) == 2
     assert f"{tmp_path}/rows.jsonl, line 2: byte 0xe9 at column" in capsys.readouterr().err
 
 
@@ -403,7 +401,7 @@ def test_several_processes_are_refused(make, tmp_path, monkeypatch, capsys):
     with pytest.raises(AssertionError):
         make([{"messages": messages(*CHATS[1])}])
     said = capsys.readouterr().err
-    assert said.startswith("train/self_distill.py: 2 processes were started") and said.count("\n") == 1
+    assert said.startswith("specheads: 2 processes were started") and said.count("\n") == 1
     assert not (tmp_path / "own.jsonl").exists()
 
 
@@ -414,14 +412,5 @@ def test_a_chat_without_a_template_is_refused(folder, tmp_path, capsys, cache_in
     tokenizer.save_pretrained(tmp_path / "bare")
     source = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
     known = ("--base", tmp_path / "bare", "--source", source, "--output", tmp_path / "own.jsonl", "--chat")
-    assert self_distill.main(list(map(str, known))) == 2
+    assert cli.run(["distill", *map(str, known)]) == 2
     assert "has no chat template" in capsys.readouterr().err
-
-
-def test_the_help_has_an_example_of_each_kind(capsys):
-    with pytest.raises(SystemExit):
-        self_distill.main(["--help"])
-    examples = [line.split()[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("    python ")]
-    assert len(examples) == 5
-    for words in examples:
-        options_from(Options, None, words)  # raises on an option that does not exist

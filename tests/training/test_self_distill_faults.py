@@ -113,7 +113,7 @@ def test_a_server_that_stays_away_ends_the_run_in_one_line_and_the_same_file_res
         quick = ("--retries", 2, "--concurrency", 1, "--timeout", 0.3)
         code, _, err = ask(rows, "--server", url, *quick)
         released.set()
-    own = [line for line in err.splitlines() if line.startswith("train/self_distill.py: ")]
+    own = [line for line in err.splitlines() if line.startswith("specheads: ")]
     assert code == 2 and len(own) == 1 and "Traceback" not in err
     permanent = isinstance(end, tuple) and end[0] in (401, 404)
     assert len(refused) == (1 if permanent else 3)
@@ -171,9 +171,9 @@ def test_servers_take_turns_and_stand_in_for_one_another(ask):
     texts = prompts(*(f"{i}?" for i in range(12)))
     broken = counted("broken", lambda *request: (500, ""))
     with serving(counted("one")) as one, serving(counted("two")) as two, serving(broken) as bad:
-        assert len(ask(texts, "--chat", "--server", one, two, "--retries", 0)[1]) == 12
+        assert len(ask(texts, "--chat", "--server", one, "--server", two, "--retries", 0)[1]) == 12
         assert seen == {"one": 6, "two": 6, "broken": 0}
-        assert len(ask(texts, "--chat", "--server", one, bad, "--retries", 1, output="b.jsonl")[1]) == 12
+        assert len(ask(texts, "--chat", "--server", one, "--server", bad, "--retries", 1, output="b.jsonl")[1]) == 12
         assert seen == {"one": 18, "two": 6, "broken": 6}
 
 
@@ -228,7 +228,7 @@ def test_a_full_disk_is_an_error_in_one_line_and_the_file_resumes(ask, tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, old)
         assert code == 2 and re.search(
-            r"^train/self_distill.py: .*own.jsonl(.ahead)?: File too large; rows written so far are safe", err, re.M
+            r"^specheads: .*own.jsonl(.ahead)?: File too large; rows written so far are safe", err, re.M
         )
         assert calm.startswith((tmp_path / "own.jsonl").read_bytes() if (tmp_path / "own.jsonl").exists() else b"")
         assert ask(rows, "--chat", "--server", url)[0] == 0

@@ -135,7 +135,7 @@ def test_the_summary_counts_what_is_left_out(tmp_path):
 
 def test_a_folder_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "own").mkdir()
-    with pytest.raises(ValueError, match="own is a folder: give a file"):
+    with pytest.raises(ValueError, match="own' is a folder: give a file"):
         RowsFile(tmp_path / "own", Stream(iter(()), 1, 1)).require_same({})
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 

@@ -28,16 +28,27 @@ class BenchOptions:
 
     \b
     Examples:
-      specheads bench out/head --batch 1 --temperature 0 --num-prompts 16 --repeats 1
-      specheads bench out/head -d head --tree chain:3 --tree chain:5 --tree static:16 --accept typical
-      specheads bench out/head -d head --tree chain:7 --accept fuzzy:js,tv:0.05,0.1,0.2 --task signatures --batch 8
-      specheads bench out/head -d plain -d "plain compile" -d "head tree=chain:5 compile"
-      specheads bench out/head -d head -d "head refill" --reference head --batch 8 --queue 64 --max-new-tokens 32-256
-      specheads bench out/head --turns steps --reference plain -d plain -d "head auto" --batch 8 --temperature 0.8
-      specheads bench out/head --engine benchmarks/engines/openvino.py=ov/bin/python -d openvino -d head
-      specheads bench org/model -d transformers-assisted:org/small -d model:org/small --prompts question.jsonl
-      specheads bench out/head --batch 1 --temperature 0 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --chat
-      specheads bench large -d "cascade:model:small+maxgram k=[[5,8],[0,8]]" --batch 1 --temperature 0 --task mmlu
+      specheads bench out/head --batch 1 --temperature 0 --num-prompts 16 \\
+        --repeats 1
+      specheads bench out/head -d head --tree chain:3 --tree chain:5 \\
+        --tree static:16 --accept typical
+      specheads bench out/head -d head --tree chain:7 \\
+        --accept fuzzy:js,tv:0.05,0.1,0.2 --task signatures --batch 8
+      specheads bench out/head -d plain -d "plain compile" \\
+        -d "head tree=chain:5 compile"
+      specheads bench out/head -d head -d "head refill" --reference head \\
+        --batch 8 --queue 64 --max-new-tokens 32-256
+      specheads bench out/head --turns steps --reference plain -d plain \\
+        -d "head auto" --batch 8 --temperature 0.8
+      specheads bench out/head \\
+        --engine benchmarks/engines/openvino.py=ov/bin/python -d openvino \\
+        -d head
+      specheads bench org/model -d transformers-assisted:org/small \\
+        -d model:org/small --prompts question.jsonl
+      specheads bench out/head --batch 1 --temperature 0 \\
+        --prompts mt_bench.jsonl --prompts gsm8k.jsonl --chat
+      specheads bench large -d "cascade:model:small+maxgram k=[[5,8],[0,8]]" \\
+        --batch 1 --temperature 0 --task mmlu
       specheads bench --recipe bench_rules --out runs/rules
     """
 
@@ -45,7 +56,7 @@ class BenchOptions:
         None,
         "Head checkpoint, plain Hugging Face model, or a folder that holds base/ and heads, which are then named by "
         "their subfolders (default, in a clone: the shipped one).",
-        metavar="[MODEL]", positional=True,
+        metavar="[MODEL]", positional=True, named=True,
     )  # fmt: skip
     recipe: str | None = option(
         None,

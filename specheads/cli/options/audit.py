@@ -22,8 +22,10 @@ class AuditOptions(Output):
     \b
     Examples:
       specheads audit http://localhost:8000 --base my/model
-      specheads audit http://localhost:8080 --base my/model --kind llama.cpp --temperature 0
-      specheads audit http://localhost:8000 --base my/model --temperature 0.8 --tv 0.02 --json
+      specheads audit http://localhost:8080 --base my/model --kind llama.cpp \\
+        --temperature 0
+      specheads audit http://localhost:8000 --base my/model --temperature 0.8 \\
+        --tv 0.02 --json
     """
 
     server: str = argument("URL", "Address of the server, such as http://localhost:8000.")

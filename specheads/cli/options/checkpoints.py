@@ -39,7 +39,7 @@ class InfoOptions(Output):
       specheads info out/head --json
     """
 
-    path: Path = argument("PATH", "A head checkpoint.")
+    path: Path = argument("PATH", "A head checkpoint.", named=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class ExportOptions(Output):
       specheads export out/head served --to vllm --base my/model
     """
 
-    model: str = argument("MODEL", HEAD)
+    model: str = argument("MODEL", HEAD, named=True)
     out: Path = argument("OUT", "A new directory for the export.")
     to: str = option(help=f"{', '.join(ENGINES[:-1])} or {ENGINES[-1]}.", autocompletion=complete_words(*ENGINES))
     base: str | None = option(None, "Base model to use instead of the one the checkpoint names.")
@@ -78,7 +78,8 @@ class ImportOptions(Output):
     \b
     Examples:
       specheads import org/eagle3-head heads/qwen3 --base Qwen/Qwen3-8B
-      specheads import downloaded/medusa heads/medusa --base lmsys/vicuna-7b-v1.3 --allow-pickle
+      specheads import downloaded/medusa heads/medusa \\
+        --base lmsys/vicuna-7b-v1.3 --allow-pickle
     """
 
     source: str = argument("SOURCE", "Another program's checkpoint: a directory or a hub id.")

@@ -22,11 +22,12 @@ class GenerateOptions(Sampling, Drafting, Placement, Output):
       cat file.py | specheads generate out/head --tree chain:4 --json
       specheads generate out/head --prompt "class A" --accept fuzzy:js:0.2
       specheads generate out/head --prompt "class A" --draft auto:costs.json
-      specheads generate google/flan-t5-large --draft model:google/flan-t5-small --prompt "Translate to German: a house"
+      specheads generate google/flan-t5-large --draft model:google/flan-t5-small \\
+        --prompt "Translate to German: a house"
       specheads generate large --prompt "a" --draft cascade:model:small+maxgram
     """
 
-    model: str = argument("MODEL", MODEL)
+    model: str = argument("MODEL", MODEL, named=True)
     prompt: str | None = option(None, "The prompt (default: read from stdin).")
     chat: bool = option(False, "Format the prompt with the chat template.")
     color_depth: bool = option(False, "Colour tokens by their draft depth.")
@@ -81,12 +82,15 @@ class ChatOptions(Settings, Placement, Output):
     \b
     Examples:
       specheads chat out/head
-      specheads chat my/model --draft model:my/small-model --temperature 0.8 --seed 1
-      specheads chat my/model --draft model:my/small-model --compare draft=none --quantize 8bit
-      printf '/accept typical\\ndef f(x):\\n' | specheads chat out/head --no-chat --json
+      specheads chat my/model --draft model:my/small-model --temperature 0.8 \\
+        --seed 1
+      specheads chat my/model --draft model:my/small-model --compare draft=none \\
+        --quantize 8bit
+      printf '/accept typical\\ndef f(x):\\n' | specheads chat out/head --no-chat \\
+        --json
     """
 
-    model: str = argument("MODEL", MODEL)
+    model: str = argument("MODEL", MODEL, named=True)
     quantize: str | None = option(
         None, "Load target and draft models in 4 or 8 bits, with bitsandbytes.", metavar="4bit|8bit"
     )

@@ -33,10 +33,11 @@ class ParityOptions(Placement, Output):
     \b
     Examples:
       specheads parity out/head --data my.jsonl
-      specheads parity out/head --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
+      specheads parity out/head --data held_out.jsonl --dtype bfloat16 \\
+        --tolerance 0.05
     """
 
-    model: str = argument("MODEL", HEAD)
+    model: str = argument("MODEL", HEAD, named=True)
     data: list[str] = option(help="Rows the head was not trained on: file, glob or hub id.")
     prompts: int = option(8, "Number of rows whose prompts are decoded.", min=1)
     max_new_tokens: int = option(64, "Maximum tokens to generate.", min=1)
@@ -53,10 +54,11 @@ class CalibrateOptions(Placement, Output):
     \b
     Examples:
       specheads calibrate out/head --data my.jsonl --num-nodes 16 --save
-      specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 --json
+      specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 \\
+        --json
     """
 
-    model: str = argument("MODEL", HEAD)
+    model: str = argument("MODEL", HEAD, named=True)
     data: list[str] = option(
         help="Rows to count ranks on, as for training: files or a hub id; best is the base's own text."
     )
@@ -89,7 +91,7 @@ class TuneOptions(Placement, Output):
       specheads tune out/head --output costs.json
     """
 
-    models: list[str] = argument("MODEL...", "Head checkpoints or plain models, each tuned in turn.")
+    models: list[str] = argument("MODEL...", "Head checkpoints or plain models, each tuned in turn.", named=True)
     batch: int = option(1, "Rows per batch; the file keeps other sizes measured by the same versions.", min=1)
     nodes: list[int] | None = option(
         None,

@@ -8,6 +8,7 @@ from pathlib import Path
 from specheads.cli.complete import complete_recipe
 from specheads.cli.options.shared import OVERRIDES, RECIPE, Output
 from specheads.options import OptionError, argument, option
+from specheads.training.adapt.options import AdaptOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,9 @@ class RecipesOptions(Output):
     Examples:
       specheads recipes
       specheads recipes eagle3 > my.yaml
-      accelerate launch --config_file "$(specheads recipes accelerate/ddp --path)" -m specheads train eagle3
+      accelerate launch \\
+        --config_file "$(specheads recipes accelerate/ddp --path)" -m specheads \\
+        train eagle3
     """
 
     name: str | None = argument("[NAME]", "Recipe to print.", None, autocompletion=complete_recipe(None))
@@ -62,7 +65,8 @@ class FeaturesOptions(Output):
     \b
     Examples:
       specheads features eagle3 --output features/llama data.train=my.jsonl
-      specheads features eagle3 --output features/small --dtype float8_e4m3fn --teacher-probs 64 --yes
+      specheads features eagle3 --output features/small --dtype float8_e4m3fn \\
+        --teacher-probs 64 --yes
     """
 
     recipe: str = argument("RECIPE", RECIPE, recipes="train")
@@ -84,12 +88,14 @@ class FeaturesOptions(Output):
 class TrainOptions(Output):
     """Train a draft head from a recipe.
 
-    It runs in this process or, under `accelerate launch`, in one process per GPU.
+    It runs in this process or, under `accelerate launch`, in one process per GPU. An option of the recipe may also be a
+    flag: --learning-rate 1e-4 is training.learning_rate=1e-4.
 
     \b
     Examples:
       specheads train eagle3 base=my/model
-      specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
+      specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl \\
+        training.output_dir=out
       specheads train eagle3 --dry-run launch.processes=8 launch.distributed=fsdp2
       specheads train eagle3 base=my/model data.train=chats.jsonl --show-mask 100
       accelerate launch -m specheads train my.yaml
@@ -108,6 +114,11 @@ class TrainOptions(Output):
         for override in self.overrides or []:
             if "=" not in override:
                 raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptCommand(AdaptOptions, Output):
+    __doc__ = AdaptOptions.__doc__
 
 
 @dataclass(frozen=True, kw_only=True)

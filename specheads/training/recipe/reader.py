@@ -89,6 +89,21 @@ def key_of(name: str, top: Iterable[str], *, similar: bool = True) -> str | None
     return None if key is None else keys.get(key)
 
 
+def is_switch(key: str) -> bool:
+    """Whether an option of a section is true or false, so that its flag needs no value."""
+    section, _, name = key.rpartition(".")
+    if section not in SECTIONS:
+        return False
+    if section == "training":
+        from specheads.training.recipe.arguments import SpecTrainingArguments
+
+        kinds: list[Any] = [SpecTrainingArguments]
+    else:
+        kinds = [head.Config for head in HEADS.values()] if section == "head" else [SECTIONS[section]]
+    fields = [field for kind in kinds for field in dataclasses.fields(kind)]
+    return any(field.name == name and field.type in ("bool", bool) for field in fields)
+
+
 def _names(config: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(config) if field.init]
 

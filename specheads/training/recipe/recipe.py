@@ -16,7 +16,7 @@ from specheads.models.base.lora import JointConfig
 from specheads.options import read_yaml, shown
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.parity import ParityConfig
-from specheads.training.recipe.reader import SECTIONS, key_of, read_options, read_section
+from specheads.training.recipe.reader import SECTIONS, key_of, names_in, read_options, read_section
 
 
 class RecipeError(ValueError):
@@ -153,6 +153,16 @@ def key_hint(flag: str, value: str, *, similar: bool) -> str:
     """`; did you mean KEY=VALUE?` for a flag that has the name of a recipe's option, or a similar one; "" otherwise."""
     key = key_of(flag, _top(), similar=similar)
     return "" if key is None else f"; did you mean {key}={value}? A recipe's options are given as KEY=VALUE"
+
+
+def flag_key(flag: str) -> str | None:
+    """The key of a flag that has the very name of a recipe's option, with or without its section: --learning-rate and
+    --training.learning_rate. Of several options of one name it is the training section's."""
+    section, dot, name = flag.lstrip("-").replace("-", "_").rpartition(".")
+    if not dot and name not in SECTIONS and name in _top():
+        return name
+    sections = [section] if dot else [*SECTIONS]
+    return next((f"{each}.{name}" for each in sections if each in SECTIONS and name in names_in(each)), None)
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

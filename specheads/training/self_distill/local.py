@@ -17,6 +17,7 @@ from specheads.data.rows import Row, truncate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.hub import hub_options
 from specheads.models.base.loading import load_language_model
+from specheads.options import OptionError
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask
 from specheads.training.self_distill.rows_file import RowsFile
@@ -34,7 +35,9 @@ def prompt_room(config: Any, options: Options) -> int:
     """The most tokens that a prompt may have, leaving room for its answer."""
     room = min(options.max_length, getattr(config, "max_position_embeddings", None) or options.max_length)
     if room <= options.max_new_tokens:
-        raise ValueError(f"--max_new_tokens {options.max_new_tokens}: the base takes {room} tokens, prompt included")
+        raise OptionError(
+            f"{{max_new_tokens}}: the base takes {room} tokens, prompt included", max_new_tokens=options.max_new_tokens
+        )
     return room - options.max_new_tokens
 
 

@@ -1,19 +1,22 @@
-"""The options of train/self_distill.py."""
+"""The options of `specheads distill`, declared once for Python, the record and the command line.
+
+Nothing here imports torch, so that --help does not wait for it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-from specheads.data.chat_template import template_variables
-from specheads.data.config import DataConfig
+from specheads.data.config import DataConfig, template_variables
+from specheads.options import OptionError, option, refuse_unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WINDOWS = 4000  # rows of text, unless --num_rows is given
+WINDOWS = 4000  # rows of text, unless num_rows is given
 _SAMPLING = ("top_p", "top_k", "min_p")
 _SERVER_ONLY = ("model", "extra_body")
 # Options that determine the rows of a file, so that a run can resume only with the same values. num_rows may grow.
@@ -23,81 +26,111 @@ DECIDING = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    base: str = field(metadata={"help": "the base model, a path or hub id; with --server its tokenizer is enough"})
-    output: str = field(metadata={"help": "JSONL file to write, or to resume"})
-    source: str | None = field(
-        default=None, metadata={"help": "rows with messages, prompt or text: a file, glob or hub id (default: stdlib)"}
+    """Let the base write rows to train on, in its own words.
+
+    A head learns best on the text it will draft.
+
+    Rows with `messages`: the base answers every turn, through the chat template, after its own earlier answers. The
+    row's answers are dropped, except tool calls followed by their results, whose turn the base also answers itself.
+    `tools` and the calls' reasoning are passed to the template. One line of output per turn.
+
+    Rows with `prompt`: it answers the text as it is or, with --chat, as a user message. Rows with `text` (without
+    --source, the standard library): it continues windows of the text from random positions.
+
+    A large base answers on OpenAI-compatible servers (vLLM, SGLang, …) with --server: chats as messages, prompts and
+    text as token ids. Servers that honour return_token_ids send exact tokens; the text of others is tokenized here. It
+    needs the openai package, and reads the key from OPENAI_API_KEY.
+
+    Each line is {"input_ids": […], "labels": […]}: token ids, so that decoding and encoding cannot change the text. An
+    answer is supervised, including its end of text unless it was cut; its prompt is not (-100). Text is supervised from
+    the start of its window. Each question is asked once, and sampled again if --num-rows exceeds the number of turns;
+    no line is written twice, and OUTPUT.left_out lists what was left out and why. A stopped run resumes if it is
+    started again with the same options.
+
+    \b
+    Examples:
+      specheads distill --base my/model --source chats.jsonl --output own.jsonl
+      specheads distill --base my/model --source prompts.jsonl \\
+        --output own.jsonl --chat --temperature 0.7
+      specheads distill --base my/model --output own.jsonl --num-rows 4000
+      specheads distill --base my/70b --source chats.jsonl --output own.jsonl \\
+        --server http://gpu1:8000/v1 --server http://gpu2:8000/v1 \\
+        --model served-name --concurrency 256 --temperature 0,0.7,1
+    """
+
+    base: str = option(help="The base model, a path or hub id; with --server its tokenizer is enough.")
+    output: str = option(help="JSONL file to write, or to resume.")
+    source: str | None = option(None, "Rows with messages, prompt or text: a file, glob or hub id (default: stdlib).")
+    split: str = option("train", "Part of the standard library: train or held_out.")
+    num_rows: int | None = option(
+        None, f"Lines of the finished file (default: each turn once; {WINDOWS} for text).", min=1
     )
-    split: str = field(default="train", metadata={"help": "part of the standard library: train or held_out"})
-    num_rows: int | None = field(
-        default=None, metadata={"help": f"lines of the finished file (default: each turn once; {WINDOWS} for text)"}
+    chat: bool = option(False, "Put each `prompt` into the chat template.")
+    chat_template_kwargs: str | None = option(
+        None, """Variables of the chat template, as '{"enable_thinking": false}'.""", metavar="JSON"
     )
-    chat: bool = field(default=False, metadata={"help": "put each `prompt` into the chat template"})
-    chat_template_kwargs: str | None = field(
-        default=None, metadata={"help": """variables of the chat template, as '{"enable_thinking": false}'"""}
+    prompt_tokens: int = option(64, "Tokens of a window of text.", min=1)
+    max_new_tokens: int = option(128, "Most tokens of an answer.", min=1)
+    max_length: int = option(DataConfig.max_length, "Most tokens of a line: longer prompts keep their end.")
+    temperature: tuple[float, ...] = option(
+        (0.0,), "0 is greedy; several, as 0,0.7,1, share the questions equally, and one named twice gets two shares."
     )
-    prompt_tokens: int = field(default=64, metadata={"help": "tokens of a window of text"})
-    max_new_tokens: int = field(default=128, metadata={"help": "most tokens of an answer"})
-    max_length: int = field(
-        default=DataConfig.max_length, metadata={"help": "most tokens of a line: longer prompts keep their end"}
+    top_p: float | None = option(None, "When sampling (default, here and below: what the base or the server does).")
+    top_k: int | None = option(None, "When sampling.", min=1)
+    min_p: float | None = option(None, "When sampling.")
+    batch_size: int = option(32, "Prompts that the base continues at a time.", min=1)
+    dtype: str = option("auto", f"{', '.join(DTYPES)}.")
+    seed: int = option(0, "For the order of the prompts and for sampling.")
+    server: tuple[str, ...] = option(
+        (), "An OpenAI-compatible server that answers instead, as http://host:8000/v1; repeatable: in turn."
     )
-    temperature: list[float] = field(
-        default_factory=lambda: [0.0],
-        metadata={"help": "0 is greedy; several share the questions equally, and one named twice gets two shares"},
-    )
-    top_p: float | None = field(
-        default=None, metadata={"help": "when sampling (default, here and below: what the base or the server does)"}
-    )
-    top_k: int | None = field(default=None, metadata={"help": "when sampling"})
-    min_p: float | None = field(default=None, metadata={"help": "when sampling"})
-    batch_size: int = field(default=32, metadata={"help": "prompts that the base continues at a time"})
-    dtype: str = field(default="auto", metadata={"help": ", ".join(DTYPES)})
-    seed: int = field(default=0, metadata={"help": "for the order of the prompts and for sampling"})
-    server: list[str] = field(
-        default_factory=list,
-        metadata={"help": "OpenAI-compatible servers that answer instead, in turn, as http://host:8000/v1"},
-    )
-    model: str | None = field(default=None, metadata={"help": "its name on the servers (default: --base)"})
-    concurrency: int = field(default=64, metadata={"help": "questions in flight at a time, over all servers"})
-    retries: int = field(default=6, metadata={"help": "retries of a failed request, after 1, 2, 4, … seconds"})
-    timeout: float = field(default=600.0, metadata={"help": "seconds without data from a server"})
-    extra_body: str | None = field(
-        default=None,
-        metadata={"help": """fields of each request, as '{"repetition_penalty": 1.1}'; null removes one"""},
+    model: str | None = option(None, "Its name on the servers (default: --base).")
+    concurrency: int = option(64, "Questions in flight at a time, over all servers.", min=1)
+    retries: int = option(6, "Retries of a failed request, after 1, 2, 4, … seconds.")
+    timeout: float = option(600.0, "Seconds without data from a server.")
+    extra_body: str | None = option(
+        None, """Fields of each request, as '{"repetition_penalty": 1.1}'; null removes one.""", metavar="JSON"
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", _numbers("temperature", self.temperature))
+        object.__setattr__(self, "server", tuple(self.server or ()))
         for name in ("num_rows", "prompt_tokens", "max_new_tokens", "batch_size", "top_k", "concurrency"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name} {value} must be at least 1")
-        if self.split not in ("train", "held_out"):
-            raise ValueError(f"--split {self.split} must be train or held_out")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype} must be one of {', '.join(DTYPES)}")
+                raise OptionError(f"{{{name}}} must be at least 1", **{name: value})
+        refuse_unknown([self.split], ("train", "held_out"), "split")
+        refuse_unknown([self.dtype], DTYPES, "dtype")
         for temperature in self.temperature:
-            if not 0 <= temperature < float("inf"):
-                raise ValueError(f"--temperature {temperature:g} must be a finite number of at least 0")
+            if not 0 <= temperature < math.inf:
+                raise OptionError("{temperature} must be a finite number of at least 0", temperature=f"{temperature:g}")
         if self.max_length <= self.max_new_tokens:
-            raise ValueError(f"--max_length {self.max_length} must be above --max_new_tokens {self.max_new_tokens}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"--top_p {self.top_p} must be above 0 and at most 1")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"--min_p {self.min_p} must be between 0 and 1")
+            raise OptionError(
+                "{max_length} must be above {max_new_tokens}",
+                max_length=self.max_length, max_new_tokens=self.max_new_tokens,
+            )  # fmt: skip
+        for name, least in (("top_p", "above 0"), ("min_p", "at least 0")):
+            value = getattr(self, name)
+            if value is not None and not (0 <= value <= 1 and (value or name == "min_p")):
+                raise OptionError(f"{{{name}}} must be {least} and at most 1", **{name: value})
         if self.greedy and (given := self._given(_SAMPLING)):
-            raise ValueError(
-                f"--{given[0]} {getattr(self, given[0])} changes nothing at --temperature 0: give one above"
-            )
+            raise OptionError(
+                f"{{{given[0]}}} changes nothing at {{temperature}}: give one above",
+                temperature=0, **{given[0]: getattr(self, given[0])},
+            )  # fmt: skip
         if self.retries < 0:
-            raise ValueError(f"--retries {self.retries} must be at least 0")
+            raise OptionError("{retries} must be at least 0", retries=self.retries)
         if not 0 < self.timeout < math.inf:
-            raise ValueError(f"--timeout {self.timeout:g} must be a finite number of seconds above 0")
+            raise OptionError("{timeout} must be a finite number of seconds above 0", timeout=f"{self.timeout:g}")
         if not self.server and (given := self._given(_SERVER_ONLY)):
-            raise ValueError(f"--{given[0]} {getattr(self, given[0])} is for a --server, and none is given")
+            name = given[0]
+            raise OptionError(
+                f"{{{name}}} is for a {{server}}, and none is given", server=..., **{name: getattr(self, name)}
+            )
         for url in self.server:
             if not _is_http_address(url):
-                raise ValueError(f"--server {url}: expected an address such as http://localhost:8000/v1")
+                raise OptionError("{server}: expected an address such as http://localhost:8000/v1", server=url)
         _ = self.template, self.request  # refuse bad JSON now
 
     def _given(self, names: tuple[str, ...]) -> list[str]:
@@ -105,8 +138,8 @@ class Options:
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """The options that determine the rows."""
-        return {name: getattr(self, name) for name in DECIDING}
+        """The options that determine the rows, as JSON has them."""
+        return {name: getattr(self, name) for name in DECIDING} | {"temperature": [*self.temperature]}
 
     @property
     def greedy(self) -> bool:
@@ -129,6 +162,15 @@ class Options:
         return {"temperature": temperature, **{name: getattr(self, name) for name in self._given(_SAMPLING)}}
 
 
+def _numbers(name: str, value: Any) -> tuple[float, ...]:
+    """Of a text such as 0,0.7,1, as a command line has them, or of a number or several."""
+    values = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+    try:
+        return tuple(float(one) for one in values)
+    except (TypeError, ValueError):
+        raise OptionError(f"{{{name}}}: expected numbers such as 0,0.7,1", **{name: value}) from None
+
+
 def _is_http_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -141,7 +183,7 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise ValueError(f"--{name} {text} is not JSON: {error}") from error
+        raise OptionError(f"{{{name}}} is not JSON: {error}", **{name: text}) from error
     if not isinstance(value, dict):
-        raise ValueError(f"--{name} {text}: expected an object in braces")
+        raise OptionError(f"{{{name}}}: expected an object in braces", **{name: text})
     return value

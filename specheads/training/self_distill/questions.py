@@ -18,6 +18,7 @@ from specheads.data.datasets import refuse_unknown_ids
 from specheads.data.row_forms import Dropped, RowError, is_chat, messages_of, reason_of
 from specheads.data.rows import IGNORED, Row, tokenize
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines
+from specheads.options import OptionError
 from specheads.training.self_distill.options import WINDOWS, Options
 
 
@@ -89,25 +90,28 @@ def _stream(options: Options, tokenizer: Any) -> Stream:
             turns = sum(one.num_turns for one in asked)
             wanted = options.num_rows or turns
             if wanted > turns and options.greedy:
-                raise ValueError(
-                    f"--num_rows {wanted}: {options.source} has {turns} turns, and a greedy answer repeats "
-                    "itself; give fewer, or a --temperature above 0"
-                )
+                raise OptionError(
+                    f"{{num_rows}}: {options.source} has {turns} turns, and a greedy answer repeats itself; give "
+                    "fewer, or a {temperature} above 0", num_rows=wanted, temperature=...,
+                )  # fmt: skip
             cycle = len(asked) * len(options.temperature)
             return Stream(passes(asked, options.seed, options.temperature), wanted, cycle, _mark(asked))
         encoded = _texts(options, cast(Any, rows), tokenizer)
     if options.chat:
-        raise ValueError("--chat: text is continued without a template; give rows with `prompt`, or with `messages`")
-    if options.prompt_tokens + options.max_new_tokens > options.max_length:
-        raise ValueError(
-            f"--prompt_tokens {options.prompt_tokens} and --max_new_tokens {options.max_new_tokens} are over "
-            f"--max_length {options.max_length}"
+        raise OptionError(
+            "{chat}: text is continued without a template; give rows with `prompt`, or with `messages`", chat=True
         )
+    if options.prompt_tokens + options.max_new_tokens > options.max_length:
+        raise OptionError(
+            "{prompt_tokens} and {max_new_tokens} are over {max_length}", prompt_tokens=options.prompt_tokens,
+            max_new_tokens=options.max_new_tokens, max_length=options.max_length,
+        )  # fmt: skip
     long_enough = [ids for ids in encoded if len(ids) >= options.prompt_tokens]
     if not long_enough:
-        raise ValueError(
+        raise OptionError(
             f"no row of {options.source or 'the standard library'} has {options.prompt_tokens} tokens; "
-            "give a lower --prompt_tokens"
+            "give a lower {prompt_tokens}",
+            prompt_tokens=...,
         )
     cycle = len(options.temperature) * sum(len(ids) - options.prompt_tokens + 1 for ids in long_enough)
     asks = windows(long_enough, options.prompt_tokens, options.seed, options.temperature)

@@ -14,6 +14,7 @@ from typing import Any
 from specheads.data.rows import Row
 from specheads.files import replacing
 from specheads.models.files import refuse_below_file
+from specheads.options import OptionError
 from specheads.training.self_distill.questions import Ask, Stream
 
 SAME = "the same line is there already"
@@ -54,15 +55,15 @@ class RowsFile:
         """ValueError if the file holds something else, or rows made with other options or from other questions; else
         save the options next to the rows."""
         if self.path.is_dir():
-            raise ValueError(f"--output {self.path} is a folder: give a file")
+            raise OptionError("{output} is a folder: give a file", output=str(self.path))
         refuse_below_file(self.path)
         options = {**options, "questions": self.stream.mark}
         if self.path.is_file() and self.path.stat().st_size:
             if not self.options_path.exists():
-                raise ValueError(
+                raise OptionError(
                     f"{self.path} is there already, and not as rows to continue, which would have "
-                    f"{self.options_path} beside them: give another --output"
-                )
+                    f"{self.options_path} beside them: give another {{output}}", output=...,
+                )  # fmt: skip
             before = json.loads(self.options_path.read_bytes())
             differing = [
                 f"{name}: {before.get(name)!r}, not {value!r}"
@@ -70,10 +71,10 @@ class RowsFile:
                 if before.get(name) != value
             ]
             if differing:
-                raise ValueError(
+                raise OptionError(
                     f"{self.path} was begun with other options ({'; '.join(differing)}): resume it with the same, or "
-                    "give another --output"
-                )
+                    "give another {output}", output=...,
+                )  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.options_path) as temporary:
             temporary.write_text(json.dumps(options, indent=2) + "\n", "utf8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,8 +17,11 @@ from specheads.training.self_distill.questions import stream
 from specheads.training.self_distill.rows_file import RowsFile
 
 
-def run(options: Options) -> None:
-    """Write the rows, or resume. Raises ValueError, OSError or ImportError; rows written before are safe."""
+def run(options: Options) -> RowsFile:
+    """Write the rows, or resume → the finished file.
+
+    Raises ValueError, OSError or ImportError; rows written before are safe, and of Ctrl-C it says where it stopped.
+    """
     refuse_several()
     if options.server:
         from specheads.training.self_distill import served  # needs openai, an optional package
@@ -32,10 +34,15 @@ def run(options: Options) -> None:
     file.require_same(options.deciding)
     asks = file.resume()
     if not file.finished:
-        with tqdm(total=file.stream.wanted, initial=file.lines, unit="row") as bar:
-            if options.server:
-                asyncio.run(served.fill(file, asks, options, tokenizer, bar))
-            else:
-                local.fill(file, asks, options, tokenizer, bar)
+        try:
+            with tqdm(total=file.stream.wanted, initial=file.lines, unit="row") as bar:
+                if options.server:
+                    asyncio.run(served.fill(file, asks, options, tokenizer, bar))
+                else:
+                    local.fill(file, asks, options, tokenizer, bar)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"with {file.lines} of {file.stream.wanted} rows in {file.path}; the same command resumes"
+            ) from None
         file.discard_ahead()
-    print(file.summary(), file=sys.stderr)
+    return file

@@ -1,0 +1,1 @@
+"""Fitting a trained head to its user's own sessions, measured before and after."""

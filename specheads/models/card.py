@@ -134,7 +134,7 @@ def _figures(run: TrainingRecord) -> dict[str, Any]:
     for log in run.history:
         if run.restored_step is None or log.get("step", 0) <= run.restored_step:
             last |= {name: value for name, value in log.items() if name.startswith("eval_")}
-    return last | run.results
+    return {**last, **run.results}
 
 
 def _model_index(title: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:

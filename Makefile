@@ -3,7 +3,8 @@
 # make test-all  every test: slow ones, and the large grids whole
 # make docs      the site, from docs/, into build/site, with its links checked
 # make mutants   does a test notice each stated mutation of the source? An hour or more
-# make lint      ruff, mypy and import-linter; make clean removes what these made
+# make lint      ruff, mypy and import-linter
+# make clean     removes what these made
 # Each makes its own environment in .venv first, once; PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help install demo test test-all docs mutants lint clean
 
 help:
-	@sed -n '1,8s/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,9s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)
 

@@ -21,8 +21,12 @@ def repository():
 
 def description(address):
     """README.md, with links that work where it is shown alone, as on PyPI."""
+
+    def link(found):
+        return f"{found[1]}]({address}/{'raw' if found[1].startswith('!') else 'blob'}/main/"
+
     text = (ROOT / "README.md").read_text("utf8")
-    return re.sub(r"\]\((?!\w+:|#)", f"]({address}/blob/main/", text) if address else text
+    return re.sub(r"(!?\[[^\]]*)\]\((?!\w+:|#)", link, text) if address else text
 
 
 def urls(address):

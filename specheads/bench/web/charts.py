@@ -1,7 +1,7 @@
 """Charts as SVG text, for a page: lines over steps, and bars with intervals. Colours are the page's, c0 to c6.
 
-A chart is 640 units wide and scales with the page. Every value is also in a table of the page or in a title, which a
-browser shows under the pointer.
+A chart is 480 units wide and scales with the page, down to a phone's. Every value is also in a table of the page, or in
+a title, which a browser shows under the pointer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 Points = Sequence[tuple[float, float]]
+Interval = tuple[float, float | None, float | None]  # a value, and the ends of its interval
 COLOURS = 7  # then they repeat
-_WIDTH, _HEIGHT = 640, 260
+_WIDTH, _HEIGHT = 480, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34  # margins, in units
 _BAR = 22  # units a bar, 15 of them filled
 
@@ -53,13 +54,14 @@ def lines(curves: Mapping[str, Points], x_label: str) -> str:
     return _svg(_HEIGHT, parts) + _legend(curves)
 
 
-def bars(values: Mapping[str, tuple[float, float | None, float | None]], *, line: float | None = None) -> str:
+def bars(values: Mapping[str, Interval], *, line: float | None = None, most: float | None = None) -> str:
     """A bar for each name → (value, low, high), with its value beside it; low and high may be None. line: a value that
-    is marked across all bars, such as 1 for "as fast". "" without a bar."""
+    is marked across all bars, such as 1 for "as fast"; most: the end of the axis, for charts that are to be compared
+    (default: the largest value here). "" without a bar."""
     if not values:
         return ""
-    label_width, end = 190, _WIDTH - 60
-    most = max([high if high is not None else value for value, _, high in values.values()] + [line or 0.0]) or 1.0
+    label_width, end = 150, _WIDTH - 50
+    most = most or max(largest(values), line or 0.0) or 1.0
     height = _BAR * len(values) + 8
 
     def at(value: float) -> float:
@@ -68,7 +70,7 @@ def bars(values: Mapping[str, tuple[float, float | None, float | None]], *, line
     parts = []
     for i, (name, (value, low, high)) in enumerate(values.items()):
         y = 4 + i * _BAR
-        shown = name if len(name) <= 28 else name[:27] + "…"
+        shown = name if len(name) <= 22 else name[:21] + "…"
         parts.append(f'<text x="{label_width - 8}" y="{y + 14}" text-anchor="end">{escape(shown)}'
                      f"<title>{escape(name)}</title></text>")  # fmt: skip
         width = at(value) - label_width
@@ -80,6 +82,11 @@ def bars(values: Mapping[str, tuple[float, float | None, float | None]], *, line
     if line is not None:
         parts.append(f'<path class="mark" d="M{at(line):.1f} 0V{height}"/>')
     return _svg(height, parts)
+
+
+def largest(values: Mapping[str, Interval]) -> float:
+    """The largest value or upper end."""
+    return max((value if high is None else max(value, high) for value, _, high in values.values()), default=0.0)
 
 
 def heat(rows: Mapping[str, Sequence[float]], column: str) -> str:

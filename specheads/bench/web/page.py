@@ -33,7 +33,8 @@ padding-top:1rem;overflow-wrap:anywhere}h3{margin-bottom:.3rem}p.note{color:var(
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
 th:first-child,td:first-child{text-align:left}
 pre{background:color-mix(in srgb,var(--rule) 45%,transparent);padding:.7rem;
-font-size:.85rem}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font:11px system-ui,sans-serif}
+font-size:.85rem}svg{width:100%;max-width:44rem;height:auto;display:block}
+svg text{fill:var(--soft);font:12px system-ui,sans-serif}
 .grid{stroke:var(--rule)}.mark{stroke:var(--ink);stroke-dasharray:3 3}.range{stroke:var(--ink);stroke-width:2}
 .line{fill:none;stroke-width:2}.legend span{margin-right:1rem;font-size:.85rem;white-space:nowrap}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.35em}
@@ -97,9 +98,14 @@ def training(run: Path) -> Iterator[str]:
 def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
     """A chart of speeds for each cell and of what was accepted by depth and position; all tables; how it was run."""
     try:
-        for cell, rows in by_cell(record["rows"]).items():
-            speeds = {row["decoder"]: (row["speed_up"], *_interval(row)) for row in rows if row["speed_up"] is not None}
-            if chart := charts.bars(speeds, line=1.0):
+        cells = by_cell(record["rows"])
+        speeds = {
+            cell: {row["decoder"]: (row["speed_up"], *_interval(row)) for row in rows if row["speed_up"] is not None}
+            for cell, rows in cells.items()
+        }
+        most = max([1.0, *map(charts.largest, speeds.values())])
+        for cell, rows in cells.items():
+            if chart := charts.bars(speeds[cell], line=1.0, most=most):
                 yield f"<h3>{escape(str(cell))}: speed over {escape(record['reference'])}</h3>{chart}"
             by_depth = {row["decoder"]: row["accepted_by_depth"] or () for row in rows}
             if heat := charts.heat({name: shares for name, shares in by_depth.items() if any(shares)}, "depth"):

@@ -11,7 +11,7 @@ from specheads.options import argument, option
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Output):
-    """Write one HTML file of training runs, benches, sweeps or step costs.
+    """Write one HTML file of runs, benches, sweeps or step costs.
 
     Curves, what was accepted by depth and position, all tables, configuration, environment and command. The file needs
     no network and no other file, and reads on a phone, in light and dark.

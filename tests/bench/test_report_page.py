@@ -1,5 +1,6 @@
 """`specheads report`: one page, whole HTML, that asks for nothing outside and says what the records say."""
 
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -102,7 +103,7 @@ def test_bars_are_as_long_as_their_values_and_lines_go_through_their_points():
 def test_ticks_are_few_and_round_and_hold_the_values(low, high):
     found = charts.ticks(low, high)
     assert found[0] <= low + 1e-12 and found[-1] >= high - 1e-12 and 4 <= len(found) <= 8
-    steps = {round(b - a, 9) for a, b in zip(found, found[1:], strict=False)}
+    steps = {round(b - a, 9) for a, b in itertools.pairwise(found)}
     assert len(steps) == 1 and f"{steps.pop():e}"[0] in "125"
 
 

@@ -1,7 +1,10 @@
 # make demo      train a head live, restore it, and race it against transformers' generate()
 # make test      the tests, with a stated sample of the large grids (those marked sampled(n): one case in n)
 # make test-all  every test: slow ones, and the large grids whole
+# make docs      the site, from docs/, into build/site, with its links checked
 # make mutants   does a test notice each stated mutation of the source? An hour or more
+# make lint      ruff, mypy and import-linter
+# make clean     removes what these made
 # Each makes its own environment in .venv first, once; PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -11,10 +14,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all mutants lint clean
+.PHONY: help install demo test test-all docs mutants lint clean
 
 help:
-	@sed -n '1,5s/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,9s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)
 
@@ -39,6 +42,11 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet mkdocs-material==9.8.2 mkdocstrings-python==2.0.11
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+	@echo "build/site/index.html"
 
 mutants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutate_source.py --jobs 2 $(ARGS)

@@ -14,6 +14,7 @@ from specheads.cli.options.audit import AuditOptions
 from specheads.cli.options.checkpoints import DoctorOptions, ExportOptions, ImportOptions, InfoOptions
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
 from specheads.cli.options.measure import BenchCommand, CalibrateOptions, ParityOptions, TuneOptions
+from specheads.cli.options.report import ReportOptions
 from specheads.cli.options.training import (
     AdaptCommand,
     CurvesOptions,
@@ -41,6 +42,7 @@ add_command("generate", GenerateOptions, "commands.generate:run")
 add_command("chat", ChatOptions, "chat.console:run")
 add_command("tune", TuneOptions, "commands.tune:run")
 add_command("bench", BenchCommand, "commands.bench:run")
+add_command("report", ReportOptions, "commands.report:run")
 add_command("audit", AuditOptions, "commands.audit:run")
 add_command("export", ExportOptions, "commands.formats:export")
 add_command("import", ImportOptions, "commands.formats:import_head")

@@ -23,6 +23,7 @@ from specheads.options import read_yaml
 from specheads.version import __version__
 
 _SHOWN = 8  # at most so many evaluations are listed
+_PROMPT = "The first thing to know is"
 
 
 @dataclass(frozen=True)
@@ -67,25 +68,32 @@ def text(
     """The card. source: the from_pretrained() arguments that load the head; served: the section on other servers."""
     kind, named = head.config.kind, _named(config)
     base = _public(named)
-    metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
+    metadata: dict[str, Any] = {
+        "library_name": "specheads", "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-head", kind],
+    }  # fmt: skip
     if on_the_hub(named):
         metadata["base_model"] = base
     if license is not None:
         metadata["license"] = license
+    metadata["widget"] = [{"text": _PROMPT}]
+    title, figures = f"{head.config.title or kind} draft head for {base}", _figures(run)
+    if index := _model_index(title, figures):
+        metadata["model-index"] = index
     parameters = sum(p.numel() for p in head.parameters())
     licensed = base_license(named)
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
-        f"# {head.config.title or kind} draft head for {base}",
+        f"# {title}",
         f"It drafts tokens that {base} then verifies: the same text, or under sampling the same distribution, in fewer "
         f"passes. {parameters / 1e6:.2f}M parameters."
         + (f" Licence of {base}: {licensed}; the head is of no use without it." if licensed else ""),
         "```python\nimport specheads\nfrom transformers import AutoTokenizer\n\n"
         f"model = specheads.SpecModel.from_pretrained({source})\n"
         "tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path)\n"
-        'inputs = tokenizer("The first thing to know is", return_tensors="pt")\n'
+        f'inputs = tokenizer("{_PROMPT}", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))\n```",
-        *_measured(run),
+        *_measured(run, figures),
         *_trained(config, run),
         served,
         f"Made with specheads {__version__}, torch {torch.__version__} and transformers {transformers.__version__}.",
@@ -120,13 +128,32 @@ def _named(config: SpecConfig) -> str:
     return config.base_model_name_or_path or "its base model"
 
 
-def _measured(run: TrainingRecord) -> list[str]:
-    """The section on accepted length and accuracy by depth, final and over the run."""
+def _figures(run: TrainingRecord) -> dict[str, Any]:
+    """The last value of each metric, up to the restored step, and the final ones."""
     last: dict[str, Any] = {}
-    for log in run.history:  # the last value of each metric, up to the restored step
+    for log in run.history:
         if run.restored_step is None or log.get("step", 0) <= run.restored_step:
             last |= {name: value for name, value in log.items() if name.startswith("eval_")}
-    last |= run.results
+    return {**last, **run.results}
+
+
+def _model_index(title: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The figures as the hub shows them beside a card, a result for each held-out set; [] if there are none."""
+    results = []
+    for name, prefix in _held_out_sets(figures).items():
+        metrics = [(figures[f"{prefix}accepted_length"], "accepted_length", "accepted length of a greedy chain")]
+        if (first := figures.get(f"{prefix}accuracy_depth_1")) is not None:
+            metrics.append((first, "accuracy", "accuracy at depth 1"))
+        results.append({
+            "task": {"type": "text-generation"},
+            "dataset": {"type": "held-out", "name": f"held-out rows{f' ({name})' if name else ''}"},
+            "metrics": [{"type": type_, "value": round(value, 4), "name": label} for value, type_, label in metrics],
+        })  # fmt: skip
+    return [{"name": title, "results": results}] if results else []
+
+
+def _measured(run: TrainingRecord, last: Mapping[str, Any]) -> list[str]:
+    """The section on accepted length and accuracy by depth, final and over the run. last: see `_figures`."""
     sets = _held_out_sets(last)
     parts = [
         f"Accepted length of a greedy chain on held-out rows{f' ({name})' if name else ''}, bonus token included: "

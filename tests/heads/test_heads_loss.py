@@ -76,7 +76,8 @@ def test_loss_and_gradients_equal_the_slow_implementation(kind, options, trainin
     names = [name for name, p in model.head.named_parameters() if p.requires_grad]
     for name, fast, expected in zip(names, grads, slow_grads, strict=True):
         assert expected is not None, name
-        torch.testing.assert_close(fast, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        atol = 1e-5 * max(1.0, float(expected.abs().max()))  # without a final norm, gradients are large
+        torch.testing.assert_close(fast, expected, rtol=1e-5, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize(("kind", "options"), HEADS)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel, convert
@@ -47,6 +48,26 @@ def test_the_card_says_what_the_run_did(run):
     assert "(curves.png)" in text and "org/rows" in text and "chats.jsonl" in text and "learning_rate: 0.0001" in text
     assert "specheads export someone/head served --to vllm" in text and "--to medusa" not in text
     assert "/home" not in text and "output_dir" not in text
+
+
+def test_the_hub_reads_the_figures_of_each_held_out_set(run, tmp_path):
+    """As huggingface_hub, whose reader the hub's page agrees with, finds them in the card's front matter."""
+    sets = {"eval_code_accepted_length": 2.5, "eval_chat_accepted_length": 3.25, "eval_chat_accuracy_depth_1": 0.75}
+    (run / "results.json").write_text(json.dumps(sets))
+    (run / "trainer_state.json").unlink()
+    model = SpecModel.from_pretrained(run)
+    written = ModelCard(card(model.config, model.base, model.head, repo_id="someone/head"))
+    found = {(one.dataset_name, one.metric_name): one.metric_value for one in written.data.eval_results}
+    length = "accepted length of a greedy chain"
+    assert found == {
+        ("held-out rows (code)", length): 2.5,
+        ("held-out rows (chat)", length): 3.25,
+        ("held-out rows (chat)", "accuracy at depth 1"): 0.75,
+    }
+    assert written.data.pipeline_tag == "text-generation" and written.data.model_name.startswith("EAGLE-3")
+    assert written.data.widget[0]["text"] in written.text  # what the example of the card continues
+    (run / "results.json").unlink()
+    assert ModelCard(card(model.config, model.base, model.head)).data.eval_results is None
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, "auto"])

@@ -1,0 +1,26 @@
+"""The options of report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specheads.cli.options.shared import Output
+from specheads.options import argument, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Output):
+    """Write one HTML file of runs, benches, sweeps or step costs.
+
+    Curves, what was accepted by depth and position, all tables, configuration, environment and command. The file needs
+    no network and no other file, and reads on a phone, in light and dark.
+
+    \b
+    Examples:
+      specheads report runs/eagle3
+      specheads report runs/eagle3 runs/bench --out eagle3.html
+    """
+
+    runs: list[Path] = argument("RUN...", "Folders of `specheads train` or `bench --out`, or files of `tune`.")
+    out: Path = option(Path("report.html"), "File to write.")

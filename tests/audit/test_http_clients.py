@@ -20,7 +20,7 @@ def ask(make, reply, prompts=((1, 5), (1, 6)), settings=SETTINGS):
     with serving(answer) as url:
         client = make(url)
         client.delay = 0.01
-        return client.ask([list(prompt) for prompt in prompts], settings), requests
+        return [one.tokens for one in client.ask([list(prompt) for prompt in prompts], settings)], requests
 
 
 def test_an_openai_server_is_sent_ids_and_every_sampler():

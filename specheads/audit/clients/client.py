@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,14 +11,26 @@ import torch
 from specheads.audit.settings import Settings
 
 
+@dataclass(frozen=True)
+class Answer:
+    """tokens: with the EOS where it ended the text. What else a server may say of it: text: as it decodes the tokens;
+    logprobs: of each token; drafted, accepted: how many tokens its draft proposed, and how many of them it took."""
+
+    tokens: list[int]
+    text: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+
+
 class Client(Protocol):
     """name: of the server, for the report."""
 
     name: str
 
-    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
-        """The tokens that the server writes after each prompt, the EOS included where it ended the text. Prompts of one
-        call are asked for together, so that the server batches them."""
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
+        """What the server writes after each prompt. Prompts of one call are asked for together, so that the server
+        batches them."""
         ...
 
 
@@ -30,14 +43,14 @@ class InProcess:
             raise ValueError("a seed would repeat the same text in each request; call torch.manual_seed() instead")
         self.model, self.name, self.options = model, name, options
 
-    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
         """One call of generate(), padded on the left."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options = {**settings.generate_options(), "pad_token_id": 0, **self.options}
         out = self.model.generate(ids, attention_mask=mask.to(ids.device), **options)
-        return [until_end(row, settings) for row in out[:, width:].tolist()]
+        return [Answer(until_end(row, settings)) for row in out[:, width:].tolist()]
 
 
 def until_end(tokens: list[int], settings: Settings) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from specheads.audit.clients.client import Answer
 from specheads.audit.settings import Settings
 
 KEY = "OPENAI_API_KEY"
@@ -38,7 +39,7 @@ class HttpClient(ABC):
         self.name, self.key = self.url, os.environ.get(KEY) if key is None else key
         self.retries, self.timeout, self.delay = retries, timeout, 1.0
 
-    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
 
@@ -47,8 +48,7 @@ class HttpClient(ABC):
         """The request, with every sampler set, neutral ones too."""
 
     @abstractmethod
-    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
-        """The tokens of an answer, the EOS included."""
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer: ...
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to the request; ServerError after the last retry, or at once if a retry would not help."""
@@ -92,11 +92,11 @@ class OpenAIClient(HttpClient):
         ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
         return {**body, **ends, **({"stop": list(settings.stop)} if settings.stop else {})}
 
-    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         choice = (answer.get("choices") or [{}])[0]
         if not isinstance(choice.get("token_ids"), list):
             raise ServerError(f"{self.url} sent no token_ids: it does not know return_token_ids, which an audit needs")
-        return [int(token) for token in choice["token_ids"]]
+        return Answer([int(token) for token in choice["token_ids"]], choice.get("text"))
 
 
 class LlamaCppClient(HttpClient):
@@ -109,13 +109,13 @@ class LlamaCppClient(HttpClient):
         return {
             "prompt": prompt, "n_predict": settings.max_tokens, "temperature": settings.temperature,
             "top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p,
-            "repeat_penalty": settings.repetition_penalty, "repeat_last_n": -1, "presence_penalty": 0,
-            "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "mirostat": 0,
+            "repeat_penalty": settings.repetition_penalty, "repeat_last_n": len(prompt) + settings.max_tokens,
+            "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "mirostat": 0,
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "stop": list(settings.stop),
             "ignore_eos": not settings.eos, "return_tokens": True, "cache_prompt": False, "stream": False,
         }  # fmt: skip
 
-    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         if not isinstance(answer.get("tokens"), list):
             raise ServerError(f"{self.url} sent no tokens: it does not know return_tokens, which an audit needs")
         tokens = [int(token) for token in answer["tokens"]]
@@ -123,4 +123,5 @@ class LlamaCppClient(HttpClient):
             if len(settings.eos) != 1:
                 raise ServerError(f"{self.url} does not say which of {len(settings.eos)} end tokens ended the text")
             tokens.append(*settings.eos)
-        return tokens
+        times = answer.get("timings") or {}
+        return Answer(tokens, answer.get("content"), None, times.get("draft_n"), times.get("draft_n_accepted"))

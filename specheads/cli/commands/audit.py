@@ -38,7 +38,7 @@ def run(options: AuditOptions) -> int:
     settings = [Settings(temperature, eos=eos) for temperature in options.temperature or (0.0, 1.0)]
     config, prompts = AuditConfig(tv=options.tv), _prompts(options, tokenizer)
     with terminal.progress(terminal.make_console(stderr=True), "auditing") as progress:
-        report = audit(Scorer(base, served), client, prompts, settings, config, progress)
+        report = audit(Scorer(base, served), client, prompts, settings, config, progress, tokenizer)
     output(report.to_dict(), lambda record: print(report), options.as_json)
     return report.exit_code
 

@@ -52,7 +52,8 @@ def _audit_one(
         answers += client.ask(batch, settings)
         try:
             for prompt, answer in zip(batch, answers[-len(batch) :], strict=True):
-                watch.add(scorer, prompt, answer.tokens)
+                if answer.tokens or not answer.text:
+                    watch.add(scorer, prompt, answer.tokens)
         except ForeignToken as error:
             return watch.result().explained(Diagnosis(Mistake.TOKENIZER, str(error)))
         if (result := watch.result()).verdict is not Verdict.UNDECIDED:

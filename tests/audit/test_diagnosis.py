@@ -54,15 +54,6 @@ class After(InProcess):
         return super().ask([self.change(prompt) for prompt in prompts], settings)
 
 
-class Drafting(WrongServer):
-    """Drafts nothing for one token, as servers do, which take it from the pass over the prompt."""
-
-    def ask(self, prompts, settings):
-        if settings.max_tokens > 1:
-            return super().ask(prompts, settings)
-        return InProcess(self.base).ask(prompts, settings)
-
-
 class Spelled(InProcess):
     """A server whose tokenizer has other letters: as it says itself."""
 
@@ -124,8 +115,7 @@ def test_a_mistake_of_the_set_up_is_named_instead_of_not_lossless(base, name):
     [(GREEDY, "ties", 0.5), (Settings(max_tokens=24), "q-for-p", 1.0), (SAMPLED, "stale-keys", 1.0)],
 )
 def test_a_fault_of_drafting_is_not_excused(base, settings, fault, strength):
-    """Though the server is another model's text where it drafts: its first token is the base's."""
-    server = Drafting(base, fault, strength, seed=1)
+    server = WrongServer(base, fault, strength, seed=1)
     answers = server.ask(prompts(12), settings)
     assert diagnose(server, Scorer(base), prompts(12), answers, settings, Tokenizer()) is None
 

@@ -13,8 +13,10 @@ from specheads.audit.settings import Settings
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens: with the EOS where it ended the text. What else a server may say of it: text: as it decodes the tokens;
-    logprobs: of each token; drafted, accepted: how many tokens its draft proposed, and how many of them it took."""
+    """tokens: with the EOS where it ended the text; none where only a text is known that does not tell them.
+
+    What else a server may say of it: text: as it decodes the tokens; logprobs: of each token; drafted, accepted: how
+    many tokens its draft proposed, and how many of them it took."""
 
     tokens: list[int]
     text: str | None = None

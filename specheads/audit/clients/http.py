@@ -1,4 +1,5 @@
-"""Servers by HTTP that say which tokens they wrote: vLLM and SGLang at /v1/completions, llama.cpp at /completion."""
+"""Servers by HTTP that say which tokens they wrote: vLLM at /v1/completions, SGLang at /generate, llama.cpp at
+/completion."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class HttpClient(ABC):
 
     route = ""
 
-    def __init__(self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 120.0) -> None:
+    def __init__(self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 600.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r}: expected an address such as http://localhost:8000")
@@ -74,7 +75,7 @@ class HttpClient(ABC):
 
 
 class OpenAIClient(HttpClient):
-    """vLLM, SGLang and others that know `return_token_ids`. model: its name there."""
+    """vLLM and others that know `return_token_ids`. model: its name there."""
 
     route = "/v1/completions"
 
@@ -99,6 +100,29 @@ class OpenAIClient(HttpClient):
         return Answer([int(token) for token in choice["token_ids"]], choice.get("text"))
 
 
+class SGLangClient(HttpClient):
+    """SGLang's own route, which says how often a text was verified. top_k -1 keeps all tokens there."""
+
+    route = "/generate"
+
+    def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        sampling = {
+            "max_new_tokens": settings.max_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
+            "top_k": settings.top_k or -1, "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty,
+            "presence_penalty": 0, "frequency_penalty": 0, "n": 1, "stop": list(settings.stop) or None,
+            "stop_token_ids": sorted(settings.eos) or None, "ignore_eos": not settings.eos,
+        }  # fmt: skip
+        return {"input_ids": prompt, "sampling_params": sampling, "stream": False}
+
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
+        if not isinstance(answer.get("output_ids"), list):
+            raise ServerError(f"{self.url} sent no output_ids, which an audit needs")
+        tokens, meta = [int(token) for token in answer["output_ids"]], answer.get("meta_info") or {}
+        drafted, steps = meta.get("spec_draft_token_num"), meta.get("spec_verify_ct")
+        accepted = len(tokens) - 1 - steps if steps else None
+        return Answer(tokens, answer.get("text"), None, drafted, accepted)
+
+
 class LlamaCppClient(HttpClient):
     """llama.cpp's own route, whose tokens lack the EOS. Its samplers cut before they apply the temperature unless told
     otherwise, and are put in transformers' order here."""
@@ -110,7 +134,8 @@ class LlamaCppClient(HttpClient):
             "prompt": prompt, "n_predict": settings.max_tokens, "temperature": settings.temperature,
             "top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p,
             "repeat_penalty": settings.repetition_penalty, "repeat_last_n": len(prompt) + settings.max_tokens,
-            "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "mirostat": 0,
+            "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0,
+            "xtc_probability": 0.0, "mirostat": 0,
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "stop": list(settings.stop),
             "ignore_eos": not settings.eos, "return_tokens": True, "cache_prompt": False, "stream": False,
         }  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from specheads import terminal
-from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient
+from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient, SGLangClient
+from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.run import audit
 from specheads.audit.scoring import Scorer
 from specheads.audit.settings import Settings
@@ -24,14 +25,14 @@ PROMPTS = 64  # held-out ones
 
 def run(options: AuditOptions) -> int:
     """Print the verdict; the exit code is 0, 3 (not lossless) or 4 (undecided)."""
-    client = _client(options)
+    tokenizer = tokenizer_of(options.base)
+    client = _client(options, tokenizer)
     _, device = placement("auto", "auto")
     hub = hub_options(options.base)
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype="auto", **hub)
     served = base.dtype  # a server's own choice, unless it is told otherwise
     settle_dtype(base, device)
     base.to(device)
-    tokenizer = tokenizer_of(options.base)
     eos = frozenset(stop_ids(options.base, base.config, tokenizer, **hub))
     if options.kind == "llama.cpp" and len(eos) > 1:
         raise ValueError(f"llama.cpp does not say which of the base's {len(eos)} end tokens ended a text")
@@ -43,10 +44,13 @@ def run(options: AuditOptions) -> int:
     return report.exit_code
 
 
-def _client(options: AuditOptions) -> HttpClient:
-    if options.kind == "llama.cpp":
-        return LlamaCppClient(options.server)
-    return OpenAIClient(options.server, options.model or options.base)
+def _client(options: AuditOptions, tokenizer: object) -> HttpClient:
+    model = options.model or options.base
+    if options.kind in ("text", "transformers"):
+        return (TextClient if options.kind == "text" else TransformersServe)(options.server, model, tokenizer)
+    if options.kind == "openai":
+        return OpenAIClient(options.server, model)
+    return (SGLangClient if options.kind == "sglang" else LlamaCppClient)(options.server)
 
 
 def _prompts(options: AuditOptions, tokenizer: object) -> list[list[int]]:

@@ -9,7 +9,7 @@ from specheads.cli.complete import complete_words
 from specheads.cli.options.shared import Output
 from specheads.options import OptionError, argument, option
 
-SERVERS = ("openai", "llama.cpp")
+SERVERS = ("openai", "sglang", "llama.cpp", "text", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,9 @@ class AuditOptions(Output):
     server: str = argument("URL", "Address of the server, such as http://localhost:8000.")
     base: str = option(help="The model whose text it should be: a directory or hub id.")
     kind: str = option(
-        "openai", "openai (vLLM, SGLang: return_token_ids) or llama.cpp.", autocompletion=complete_words(*SERVERS)
+        "openai",
+        "openai (vLLM: return_token_ids), sglang, llama.cpp, text (any other, greedy only) or transformers.",
+        autocompletion=complete_words(*SERVERS),
     )
     model: str | None = option(None, "The model's name at the server; default: as --base.")
     prompts: Path | None = option(None, "File of prompts, as of bench; default: held-out source code.")

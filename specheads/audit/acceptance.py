@@ -1,0 +1,110 @@
+"""Drafts accepted by a server beside decoding here with the same head and prompts: equal up to chance, or why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specheads.audit.clients.client import Answer
+from specheads.decoding.planner import chain
+
+ERRORS = 2.0  # standard errors apart that are said
+
+CAUSES = (
+    "the layers whose hidden states the server gives the head (off by one: see docs/serving.md)",
+    "a norm that the server leaves out or adds (norm_before_residual, norm_before_fc, norm_features, norm_output)",
+    "the head's rotary positions, or its draft vocabulary (d2t)",
+    "another chat template, or a BOS token, than the head was trained with",
+    "the attention window of the head, where prompts are longer than it",
+    "the dtype or quantisation of base and head",
+)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """steps: verified passes; accepted: drafted tokens taken over in them; by_depth: so many at each depth, from the
+    first on, if it is known."""
+
+    steps: int
+    accepted: int
+    by_depth: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_step(self) -> float:
+        """With the token that each pass gives by itself."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def __sub__(self, other: Acceptance) -> Acceptance:
+        """Of two states of a server's counters."""
+        earlier = other.by_depth or (0,) * len(self.by_depth)
+        depths = tuple(a - b for a, b in zip(self.by_depth, earlier, strict=True))
+        return Acceptance(self.steps - other.steps, self.accepted - other.accepted, depths)
+
+    def __str__(self) -> str:
+        depths = f", by depth {' '.join(f'{n / self.steps:.3f}' for n in self.by_depth)}" if self.by_depth else ""
+        return f"{self.tokens_per_step:.3f} tokens a step in {self.steps:,} steps{depths}"
+
+
+def of_answers(answers: Sequence[Answer]) -> Acceptance | None:
+    """Where each answer says it. The first token of a text is no step; None if nothing was drafted."""
+    known = [(len(a.tokens), a.accepted) for a in answers if a.accepted is not None and a.drafted]
+    accepted = sum(count for _, count in known)
+    return Acceptance(sum(length - 1 for length, _ in known) - accepted, accepted) if known else None
+
+
+def decode_here(model: Any, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> Acceptance:
+    """Greedy chains of the model's own head, to max_tokens or the end of each text. Drafts past the end do not count,
+    and neither does the last step's own token there."""
+    by_depth, steps = [0] * depth, 0
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt], device=model.device), max_new_tokens=max_tokens, do_sample=False, tree=chain(depth),
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        for step in out.steps[1:]:
+            steps += 1
+            for i in range(min(step.accepted[0], depth)):
+                by_depth[i] += 1
+    return Acceptance(steps, sum(by_depth), tuple(by_depth))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The server's acceptance beside ours."""
+
+    server: Acceptance
+    ours: Acceptance
+
+    @property
+    def errors(self) -> float:
+        """How many standard errors the server's tokens a step are above ours. A step accepts 0 to depth tokens; its
+        variance is that of ours, by depth: Var = Σ (2d - 1) P(at least d) - mean²."""
+        steps = self.ours.steps
+        mean = self.ours.accepted / max(steps, 1)
+        square = sum((2 * d - 1) * n for d, n in enumerate(self.ours.by_depth, 1)) / max(steps, 1)
+        error = math.sqrt(max(square - mean**2, 0.0) * (1 / max(steps, 1) + 1 / max(self.server.steps, 1)))
+        apart = self.server.tokens_per_step - self.ours.tokens_per_step
+        return apart / error if error else math.copysign(math.inf, apart) if apart else 0.0
+
+    @property
+    def equal(self) -> bool:
+        return abs(self.errors) <= ERRORS
+
+    def __str__(self) -> str:
+        lines = [f"accepted there: {self.server}", f"accepted here: {self.ours}"]
+        if self.equal:
+            return "\n".join([*lines, f"the same within {ERRORS:g} standard errors"])
+        lines.append(f"{abs(self.errors):.1f} standard errors apart; check in this order:")
+        return "\n".join([*lines, *(f"  {i}. {cause}" for i, cause in enumerate(CAUSES, 1))])
+
+    def to_dict(self) -> dict[str, Any]:
+        sides = {"server": self.server, "here": self.ours}
+        figures = {
+            name: {"tokens_per_step": a.tokens_per_step, "steps": a.steps, "by_depth": list(a.by_depth)}
+            for name, a in sides.items()
+        }
+        return {**figures, "standard_errors": self.errors if math.isfinite(self.errors) else None, "equal": self.equal}

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from specheads.audit.clients.client import Answer
+from specheads.audit.clients.client import Acceptance, Answer, CountingClient
+from specheads.audit.settings import Settings
 from specheads.decoding.planner import chain
 
 ERRORS = 2.0  # standard errors apart that are said
@@ -24,29 +25,25 @@ CAUSES = (
 )
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """steps: verified passes; accepted: drafted tokens taken over in them; by_depth: so many at each depth, from the
-    first on, if it is known."""
-
-    steps: int
-    accepted: int
-    by_depth: tuple[int, ...] = ()
-
-    @property
-    def tokens_per_step(self) -> float:
-        """With the token that each pass gives by itself."""
-        return 1 + self.accepted / self.steps if self.steps else 1.0
-
-    def __sub__(self, other: Acceptance) -> Acceptance:
-        """Of two states of a server's counters."""
-        earlier = other.by_depth or (0,) * len(self.by_depth)
-        depths = tuple(a - b for a, b in zip(self.by_depth, earlier, strict=True))
-        return Acceptance(self.steps - other.steps, self.accepted - other.accepted, depths)
-
-    def __str__(self) -> str:
-        depths = f", by depth {' '.join(f'{n / self.steps:.3f}' for n in self.by_depth)}" if self.by_depth else ""
-        return f"{self.tokens_per_step:.3f} tokens a step in {self.steps:,} steps{depths}"
+def compare(client: CountingClient, model: Any, prompts: Sequence[list[int]], settings: Settings) -> Comparison | None:
+    """The server's greedy text of these prompts and ours by the model's head, a chain as deep as the server's; None if
+    the server does not say what it drafted. ValueError unless the settings are greedy without penalties."""
+    if not settings.greedy or settings.repetition_penalty != 1:
+        raise ValueError(f"{settings}: acceptance is compared in greedy text without penalties")
+    before = client.counters()
+    answers = client.ask(prompts, settings)
+    after = client.counters()
+    if before is not None and after is not None and after.steps > before.steps:
+        counted = after - before  # with drafts past the end of a text, which are not written
+        written = sum(len(a.tokens) - 1 for a in answers)
+        server = Acceptance(counted.steps, written - counted.steps, counted.by_depth)
+        depth = len(counted.by_depth)
+    elif (counted := of_answers(answers)) is not None and counted.steps:
+        server = counted
+        depth = math.ceil(sum(a.drafted or 0 for a in answers) / counted.steps)
+    else:
+        return None
+    return Comparison(server, decode_here(model, prompts, settings.max_tokens, max(depth, 1)))
 
 
 def of_answers(answers: Sequence[Answer]) -> Acceptance | None:
@@ -57,15 +54,14 @@ def of_answers(answers: Sequence[Answer]) -> Acceptance | None:
 
 
 def decode_here(model: Any, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> Acceptance:
-    """Greedy chains of the model's own head, to max_tokens or the end of each text. Drafts past the end do not count,
-    and neither does the last step's own token there."""
+    """Greedy chains of the model's own head, to max_tokens or the end of each text."""
     by_depth, steps = [0] * depth, 0
     for prompt in prompts:
         out = model.generate(
             torch.tensor([prompt], device=model.device), max_new_tokens=max_tokens, do_sample=False, tree=chain(depth),
             return_dict_in_generate=True,
         )  # fmt: skip
-        for step in out.steps[1:]:
+        for step in out.steps[1:]:  # after the pass over the prompt
             steps += 1
             for i in range(min(step.accepted[0], depth)):
                 by_depth[i] += 1

@@ -5,18 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from specheads.audit.clients.client import Answer
+from specheads.audit.clients.client import Acceptance, Answer
 from specheads.audit.settings import Settings
 
 KEY = "OPENAI_API_KEY"
+COUNTERS = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens|accepted_tokens_per_pos)(?:_total)?\{(.*)\} (\S+)$", re.M
+)
+POSITION = re.compile(r'position="(\d+)"')
 RETRIED = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -43,6 +49,10 @@ class HttpClient(ABC):
     def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
+
+    def counters(self) -> Acceptance | None:
+        """None where the answers say it, or nobody does."""
+        return None
 
     @abstractmethod
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
@@ -98,6 +108,20 @@ class OpenAIClient(HttpClient):
         if not isinstance(choice.get("token_ids"), list):
             raise ServerError(f"{self.url} sent no token_ids: it does not know return_token_ids, which an audit needs")
         return Answer([int(token) for token in choice["token_ids"]], choice.get("text"))
+
+    def counters(self) -> Acceptance | None:
+        """Of vLLM's /metrics, summed over engines. Drafts past the end of a text count there."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=self.timeout) as reply:
+                page = reply.read().decode(errors="replace")
+        except OSError:
+            return None
+        sums: Counter[tuple[str, int]] = Counter()
+        for name, labels, value in COUNTERS.findall(page):
+            position = POSITION.search(labels)
+            sums[name, int(position[1]) if position else -1] += int(float(value))
+        by_depth = [sums["accepted_tokens_per_pos", d] for d in range(1 + max((d for _, d in sums), default=-1))]
+        return Acceptance(sums["drafts", -1], sums["accepted_tokens", -1], tuple(by_depth)) if sums else None
 
 
 class SGLangClient(HttpClient):

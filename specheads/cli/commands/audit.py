@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from specheads import terminal
+from specheads import SpecModel, terminal
+from specheads.audit.acceptance import Comparison, compare
 from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient, SGLangClient
 from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.run import audit
@@ -15,12 +16,14 @@ from specheads.audit.settings import Settings
 from specheads.audit.watch import AuditConfig
 from specheads.bench.prompts import held_out_prompts, read_prompts
 from specheads.cli.app import output
+from specheads.cli.errors import say
 from specheads.cli.options.audit import AuditOptions
 from specheads.hub import hub_options
 from specheads.models.base.loading import placement, settle_dtype, stop_ids
 from specheads.models.named import tokenizer_of
 
 PROMPTS = 64  # held-out ones
+COMPARED = 16  # of the prompts, with --head
 
 
 def run(options: AuditOptions) -> int:
@@ -40,8 +43,22 @@ def run(options: AuditOptions) -> int:
     config, prompts = AuditConfig(tv=options.tv), _prompts(options, tokenizer)
     with terminal.progress(terminal.make_console(stderr=True), "auditing") as progress:
         report = audit(Scorer(base, served), client, prompts, settings, config, progress, tokenizer)
-    output(report.to_dict(), lambda record: print(report), options.as_json)
+    comparison = _compare(options, client, base, prompts, eos)
+    record = report.to_dict() | ({"acceptance": comparison.to_dict()} if comparison else {})
+    output(record, lambda record: print(*filter(None, (report, comparison)), sep="\n"), options.as_json)
     return report.exit_code
+
+
+def _compare(
+    options: AuditOptions, client: HttpClient, base: Any, prompts: list[list[int]], eos: frozenset[int]
+) -> Comparison | None:
+    if options.head is None:
+        return None
+    model: Any = SpecModel.from_pretrained(options.head, base=base)
+    comparison = compare(client, model, prompts[:COMPARED], Settings(0.0, eos=eos))
+    if comparison is None:
+        say("specheads audit", f"{client.name} does not say what it drafted, so --head is not compared")
+    return comparison
 
 
 def _client(options: AuditOptions, tokenizer: object) -> HttpClient:

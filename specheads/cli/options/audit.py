@@ -34,6 +34,7 @@ class AuditOptions(Output):
         autocompletion=complete_words(*SERVERS),
     )
     model: str | None = option(None, "The model's name at the server; default: as --base.")
+    head: str | None = option(None, "The head that the server drafts with: its accepted drafts beside those here.")
     prompts: Path | None = option(None, "File of prompts, as of bench; default: held-out source code.")
     temperature: list[float] | None = option(None, "Temperatures to ask at; 0 is greedy; default: 0 and 1.")
     tv: float = option(0.05, "Total variation a token that a lossless verdict rules out.")

@@ -1,4 +1,4 @@
-"""Claims about a server's accepted drafts beside those here: counted alike, and a difference is said with its causes."""
+"""Claims about a server's accepted drafts beside those here, and the page: a difference is said with its causes."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from specheads import chain
 from specheads.audit.acceptance import CAUSES, Comparison, compare
 from specheads.audit.clients.client import Acceptance, Answer
 from specheads.audit.clients.http import OpenAIClient
+from specheads.audit.page import markdown
 from specheads.audit.settings import Settings
+from specheads.audit.verdict import AuditReport, Result, Verdict
 from tests.support.learnt_heads import PROMPTS, learnt
 from tests.support.openai_server import serving
 
@@ -90,3 +92,20 @@ def test_sampled_text_and_silent_servers_are_not_compared():
             return None
 
     assert compare(Silent(None, False), None, [[1]], GREEDY) is None
+
+
+def test_the_page_of_evidence_has_each_verdict_its_figures_and_the_comparison():
+    results = (
+        Result("greedy", Verdict.LOSSLESS, 16, 1024, 1.0, 0.003, 0, (), {"misses": 0.0}),
+        Result("temperature 1", Verdict.NOT_LOSSLESS, 8, 449, 1e-6, 0.1, 0, ("most like this: hot",), {"z": -7.0}),
+    )
+    apart = Comparison(Acceptance(225, 280, (180, 100)), Acceptance(225, 352, (202, 150)))
+    page = markdown(AuditReport("http://host", 1e-3, results), "org/model", apart)
+    for line in (
+        "**not lossless**", "| greedy | lossless | 16 | 1,024 |  | 0.3% of the tokens |", "- most like this: hot",
+        "| temperature 1 | not lossless | 8 | 449 | 1e-06 |  |", "| z of the log-likelihood | -7 |",
+        "| server | 225 | 2.244 | 0.800 | 0.444 |", "| here | 225 | 2.564 | 0.898 | 0.667 |", CAUSES[0],
+    ):  # fmt: skip
+        assert line in page
+    mistaken = AuditReport("http://host", 1e-3, (results[1].explained("another base, not drafting: see"),))
+    assert "This is another base" in markdown(mistaken, "org/model") and mistaken.exit_code == 4

@@ -10,6 +10,7 @@ from specheads import SpecModel, terminal
 from specheads.audit.acceptance import Comparison, compare
 from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient, SGLangClient
 from specheads.audit.clients.text import TextClient, TransformersServe
+from specheads.audit.page import markdown
 from specheads.audit.run import audit
 from specheads.audit.scoring import Scorer
 from specheads.audit.settings import Settings
@@ -28,6 +29,8 @@ COMPARED = 16  # of the prompts, with --head
 
 def run(options: AuditOptions) -> int:
     """Print the verdict; the exit code is 0, 3 (not lossless) or 4 (undecided)."""
+    if options.page is not None and not options.page.parent.is_dir():
+        raise ValueError(f"--page {options.page}: there is no folder {options.page.parent}")
     tokenizer = tokenizer_of(options.base)
     client = _client(options, tokenizer)
     _, device = placement("auto", "auto")
@@ -44,6 +47,8 @@ def run(options: AuditOptions) -> int:
     with terminal.progress(terminal.make_console(stderr=True), "auditing") as progress:
         report = audit(Scorer(base, served), client, prompts, settings, config, progress, tokenizer)
     comparison = _compare(options, client, base, prompts, eos)
+    if options.page is not None:
+        options.page.write_text(markdown(report, options.base, comparison), encoding="utf-8")
     record = report.to_dict() | ({"acceptance": comparison.to_dict()} if comparison else {})
     output(record, lambda record: print(*filter(None, (report, comparison)), sep="\n"), options.as_json)
     return report.exit_code

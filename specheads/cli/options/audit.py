@@ -24,6 +24,7 @@ class AuditOptions(Output):
       specheads audit http://localhost:8000 --base my/model
       specheads audit http://localhost:8080 --base my/model --kind llama.cpp --temperature 0
       specheads audit http://localhost:8000 --base my/model --temperature 0.8 --tv 0.02 --json
+      specheads audit http://localhost:8000 --base my/model --head out/head --page evidence.md
     """
 
     server: str = argument("URL", "Address of the server, such as http://localhost:8000.")
@@ -38,6 +39,8 @@ class AuditOptions(Output):
     prompts: Path | None = option(None, "File of prompts, as of bench; default: held-out source code.")
     temperature: list[float] | None = option(None, "Temperatures to ask at; 0 is greedy; default: 0 and 1.")
     tv: float = option(0.05, "Total variation a token that a lossless verdict rules out.")
+
+    page: Path | None = option(None, "Write the evidence to this file, as one page of Markdown.")
 
     def __post_init__(self) -> None:
         if self.kind not in SERVERS:

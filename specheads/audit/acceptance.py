@@ -38,9 +38,9 @@ def compare(client: CountingClient, model: Any, prompts: Sequence[list[int]], se
         written = sum(len(a.tokens) - 1 for a in answers)
         server = Acceptance(counted.steps, written - counted.steps, counted.by_depth)
         depth = len(counted.by_depth)
-    elif (counted := of_answers(answers)) is not None and counted.steps:
-        server = counted
-        depth = math.ceil(sum(a.drafted or 0 for a in answers) / counted.steps)
+    elif (told := of_answers(answers)) is not None and told.steps:
+        server = told
+        depth = math.ceil(sum(a.drafted or 0 for a in answers) / told.steps)
     else:
         return None
     return Comparison(server, decode_here(model, prompts, settings.max_tokens, max(depth, 1)))

@@ -4,40 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, islice
+from typing import Any
 
 from specheads.audit.clients.client import Client
-from specheads.audit.scoring import Scorer
+from specheads.audit.diagnosis import Diagnosis, Mistake, diagnose
+from specheads.audit.scoring import ForeignToken, Scorer
 from specheads.audit.settings import Settings
-from specheads.audit.verdict import AuditReport, Verdict
+from specheads.audit.verdict import AuditReport, Result, Verdict
 from specheads.audit.watch import AuditConfig, GreedyWatch, SampledWatch, Watch
 from specheads.terminal import Report
 
 
 def audit(
     scorer: Scorer, client: Client, prompts: Sequence[list[int]], settings: Sequence[Settings],
-    config: AuditConfig | None = None, report: Report | None = None,
+    config: AuditConfig | None = None, report: Report | None = None, tokenizer: Any = None,
 ) -> AuditReport:  # fmt: skip
     """Ask for each setting until its verdict is certain, or `max_tokens` of the config are used.
 
     prompts: as ids; sampled text asks them again and again in turn, greedy text once each, since an answer that is
-    repeated shows nothing. The chance of a false alarm is divided equally among the settings.
+    repeated shows nothing. The chance of a false alarm is divided equally among the settings. tokenizer: the base's,
+    by which more mistakes of the set-up are recognised.
     """
     if not prompts or not settings:
         raise ValueError(f"{len(prompts)} prompts and {len(settings)} settings: an audit needs at least one of each")
     config = config or AuditConfig()
-    results = []
-    for done, way in enumerate(settings):
-        watch = make_watch(way, config, config.alpha / len(settings))
-        for batch in _batches(prompts, way, config):
-            for prompt, tokens in zip(batch, client.ask(batch, way), strict=True):
-                watch.add(scorer, prompt, tokens)
-            if (result := watch.result()).verdict is not Verdict.UNDECIDED:
-                break
+    results: list[Result] = []
+    for way in settings:
+
+        def show(share: float, words: str, done: int = len(results)) -> None:
             if report:
-                share = watch.tokens / (watch.tokens + (result.more_tokens or config.max_tokens))
-                report((done + share) / len(settings), f"{way}: {watch.tokens:,} tokens")
-        results.append(watch.result())
+                report((done + share) / len(settings), words)
+
+        results.append(_audit_one(scorer, client, prompts, way, config, config.alpha / len(settings), show, tokenizer))
+        if results[-1].mistake:  # the same in every way to ask
+            break
     return AuditReport(client.name, config.alpha, tuple(results))
+
+
+def _audit_one(
+    scorer: Scorer, client: Client, prompts: Sequence[list[int]], settings: Settings, config: AuditConfig,
+    alpha: float, report: Report, tokenizer: Any,
+) -> Result:  # fmt: skip
+    watch = make_watch(settings, config, alpha)
+    asked, answers = [], []
+    for batch in _batches(prompts, settings, config):
+        asked += batch
+        answers += client.ask(batch, settings)
+        try:
+            for prompt, answer in zip(batch, answers[-len(batch) :], strict=True):
+                if answer.tokens or not answer.text:
+                    watch.add(scorer, prompt, answer.tokens)
+        except ForeignToken as error:
+            return watch.result().explained(Diagnosis(Mistake.TOKENIZER, str(error)))
+        if (result := watch.result()).verdict is not Verdict.UNDECIDED:
+            break
+        share = watch.tokens / (watch.tokens + (result.more_tokens or config.max_tokens))
+        report(share, f"{settings}: {watch.tokens:,} tokens")
+    if result.verdict is Verdict.NOT_LOSSLESS:
+        report(1.0, f"{settings}: looking for the cause")
+        return result.explained(diagnose(client, scorer, asked, answers, settings, tokenizer))
+    return result
 
 
 def make_watch(settings: Settings, config: AuditConfig, alpha: float) -> Watch:

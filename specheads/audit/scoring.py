@@ -20,6 +20,10 @@ ROWS, EXTRA = 3, 5  # the second pass: so many equal rows, each with so many tok
 SAFETY = 2.0
 
 
+class ForeignToken(ValueError):
+    """A token that the base does not have."""
+
+
 @dataclass(frozen=True)
 class ScoredText:
     """raw (n, V): the base's logits given the server's own prefix; uncut (n, V): after penalty and temperature; scores
@@ -47,13 +51,13 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, prompt: list[int], tokens: list[int], settings: Settings) -> ScoredText:
-        """ValueError for an empty prompt or text, and for ids that the base does not have."""
+        """ValueError for an empty prompt or text; ForeignToken for ids that the base does not have."""
         if not prompt or not tokens:
             raise ValueError(f"a prompt of {len(prompt)} and a text of {len(tokens)} tokens: neither may be empty")
         vocabulary = self.base.get_input_embeddings().weight.shape[0]
         text = [*prompt, *tokens]
         if not 0 <= min(text) <= max(text) < vocabulary:
-            raise ValueError(f"token {max(text)}: the base has {vocabulary}; is it the server's base and tokenizer?")
+            raise ForeignToken(f"token {max(text)}: the base has {vocabulary}")
         first = self._logits(self.base, text, len(prompt))
         wide = self._logits(self.second, text, len(prompt), ROWS, EXTRA)
         before_cut = replace(settings, top_k=0, top_p=1.0, min_p=0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,7 +23,8 @@ class Result:
     """Of one way to ask (settings). chance: at most this often does a right server show as much, at any stopping time;
     power: the smallest deviation that these tokens find with probability 95 %, as total variation a token (greedy: the
     share of wrong tokens); more_tokens: that the verdict still needs, None if tokens cannot bring it; evidence: lines
-    for people; figures: numbers beside the verdict, each looked at once."""
+    for people; figures: numbers beside the verdict, each looked at once; mistake: of the set-up, for which the server's
+    text could not be compared with the base's."""
 
     settings: str
     verdict: Verdict
@@ -34,10 +35,19 @@ class Result:
     more_tokens: int | None = 0
     evidence: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
+    mistake: str | None = None
+
+    def explained(self, diagnosis: object | None) -> Result:
+        """The same, undecided because of a mistake of the set-up, if one was found."""
+        if diagnosis is None:
+            return self
+        return replace(self, verdict=Verdict.UNDECIDED, more_tokens=None, mistake=str(diagnosis))
 
     def __str__(self) -> str:
         head = f"{self.settings}: {self.verdict}, {self.tokens:,} tokens of {self.texts:,} texts"
-        if self.verdict is Verdict.NOT_LOSSLESS:
+        if self.mistake:
+            head += f"; this is {self.mistake}"
+        elif self.verdict is Verdict.NOT_LOSSLESS:
             head += f"; a right server shows as much with a chance of at most {self.chance:.1g}"
         elif self.verdict is Verdict.UNDECIDED:
             needed = (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError
+from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError, SGLangClient
+from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.settings import Settings
 from tests.support.openai_server import serving
 
@@ -20,7 +21,7 @@ def ask(make, reply, prompts=((1, 5), (1, 6)), settings=SETTINGS):
     with serving(answer) as url:
         client = make(url)
         client.delay = 0.01
-        return client.ask([list(prompt) for prompt in prompts], settings), requests
+        return [one.tokens for one in client.ask([list(prompt) for prompt in prompts], settings)], requests
 
 
 def test_an_openai_server_is_sent_ids_and_every_sampler():
@@ -63,3 +64,41 @@ def test_an_answer_without_tokens_is_one_clear_line(make, reply, words):
 def test_an_address_without_a_scheme_is_refused():
     with pytest.raises(ValueError, match="http://localhost:8000"):
         OpenAIClient("localhost:8000", "m")
+
+
+def test_sglang_says_how_often_a_text_was_verified():
+    """A first token and 2 passes for 6 tokens: 3 of them were drafted."""
+    meta = {"spec_verify_ct": 2, "spec_draft_token_num": 8}
+    reply = {"output_ids": [7] * 6, "text": "a", "meta_info": meta}
+    with serving(lambda route, body, headers: (200, reply)) as url:
+        client = SGLangClient(url)
+        answer = client.ask([[1, 5]], SETTINGS)[0]
+    assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
+    assert client.body([1], Settings())["sampling_params"]["top_k"] == -1
+
+
+class Letters:
+    pad_token_id = 0
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join(chr(97 + token) for token in tokens if not (skip_special_tokens and token == 2))
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(letter) - 97 for letter in text]}
+
+
+@pytest.mark.parametrize("make", [TextClient, TransformersServe])
+def test_text_is_read_where_it_tells_its_tokens(make):
+    greedy = Settings(0.0, max_tokens=4, eos=frozenset({2}))
+    texts = {"bf": ("hi", "stop", 3), "bg": ("hij", "length", 4)}  # the second has a token that the text does not show
+
+    def reply(route, body, headers):
+        text, reason, count = texts[body["prompt"]]
+        return 200, {"choices": [{"text": text, "finish_reason": reason}], "usage": {"completion_tokens": count}}
+
+    with serving(reply) as url:
+        client = make(url, "m", Letters())
+        answers = client.ask([[1, 5], [1, 6]], greedy)
+    assert answers[0].tokens == [7, 8, 2] and answers[1].tokens == [] and answers[1].text == "hij"
+    with pytest.raises(ValueError, match="temperature 0"):
+        client.body([1], Settings(1.0))

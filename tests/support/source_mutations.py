@@ -677,4 +677,8 @@ MUTATIONS = (
       "-math.log(bets)", "0.0", "audit/test_false_alarms.py"),
     M("likelihood without its own mean", "audit.checks:likelihood_z",
       "(logp - mean)", "logp", "audit/test_checks.py"),
+    M("a server's own choice not compared with its text", "audit.diagnosis:diagnose",
+      "< AGREES * len(probes)", "< 0", "audit/test_diagnosis.py", "wrong_is_not_excused"),
+    M("variance of accepted drafts about 0", "audit.acceptance:Comparison.errors",
+      "- mean**2", "", "audit/test_acceptance.py", "apart"),
 )  # fmt: skip

@@ -7,6 +7,7 @@ fault changes one of these, or the context that the target sees. Shapes: B rows,
 
 import torch
 
+from specheads.audit.clients.client import Answer
 from specheads.audit.settings import process
 from tests.support.tiny_models import near, tiny_llama
 
@@ -62,10 +63,13 @@ class WrongServer:
 
     @torch.no_grad()
     def ask(self, prompts, settings):
+        """A text of one token drafts nothing, as in real servers, which take it from the pass over the prompt."""
+        if settings.max_tokens == 1 and self.fault is not None:
+            return WrongServer(self.base).ask(prompts, settings)
         rows = [Row(prompt) for prompt in prompts]
         while active := [row for row in rows if not row.done]:
             self.step(active, settings)
-        return [self.end(row.tokens, settings) for row in rows]
+        return [Answer(self.end(row.tokens, settings)) for row in rows]
 
     def end(self, tokens, settings):
         if len(tokens) == settings.max_tokens:

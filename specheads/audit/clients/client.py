@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,14 +11,61 @@ import torch
 from specheads.audit.settings import Settings
 
 
+@dataclass(frozen=True)
+class Answer:
+    """tokens: with the EOS where it ended the text; none where only a text is known that does not tell them.
+
+    What else a server may say of it: text: as it decodes the tokens; logprobs: of each token; drafted, accepted: how
+    many tokens its draft proposed, and how many of them it took."""
+
+    tokens: list[int]
+    text: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+
+
 class Client(Protocol):
     """name: of the server, for the report."""
 
     name: str
 
-    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
-        """The tokens that the server writes after each prompt, the EOS included where it ended the text. Prompts of one
-        call are asked for together, so that the server batches them."""
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
+        """What the server writes after each prompt. Prompts of one call are asked for together, so that the server
+        batches them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """steps: verified passes; accepted: drafted tokens taken over in them; by_depth: so many at each depth, from the
+    first on, if it is known."""
+
+    steps: int
+    accepted: int
+    by_depth: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_step(self) -> float:
+        """With the token that each pass gives by itself."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def __sub__(self, other: Acceptance) -> Acceptance:
+        """Of two states of a server's counters."""
+        earlier = other.by_depth or (0,) * len(self.by_depth)
+        depths = tuple(a - b for a, b in zip(self.by_depth, earlier, strict=True))
+        return Acceptance(self.steps - other.steps, self.accepted - other.accepted, depths)
+
+    def __str__(self) -> str:
+        depths = f", by depth {' '.join(f'{n / self.steps:.3f}' for n in self.by_depth)}" if self.by_depth else ""
+        return f"{self.tokens_per_step:.3f} tokens a step in {self.steps:,} steps{depths}"
+
+
+class CountingClient(Client, Protocol):
+    """A server that may say what it drafted, in its answers or in counters."""
+
+    def counters(self) -> Acceptance | None:
+        """Of everything since its start, if it counts."""
         ...
 
 
@@ -30,14 +78,14 @@ class InProcess:
             raise ValueError("a seed would repeat the same text in each request; call torch.manual_seed() instead")
         self.model, self.name, self.options = model, name, options
 
-    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
         """One call of generate(), padded on the left."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options = {**settings.generate_options(), "pad_token_id": 0, **self.options}
         out = self.model.generate(ids, attention_mask=mask.to(ids.device), **options)
-        return [until_end(row, settings) for row in out[:, width:].tolist()]
+        return [Answer(until_end(row, settings)) for row in out[:, width:].tolist()]
 
 
 def until_end(tokens: list[int], settings: Settings) -> list[int]:

@@ -1,20 +1,28 @@
-"""Servers by HTTP that say which tokens they wrote: vLLM and SGLang at /v1/completions, llama.cpp at /completion."""
+"""Servers by HTTP that say which tokens they wrote: vLLM at /v1/completions, SGLang at /generate, llama.cpp at
+/completion."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from specheads.audit.clients.client import Acceptance, Answer
 from specheads.audit.settings import Settings
 
 KEY = "OPENAI_API_KEY"
+COUNTERS = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens|accepted_tokens_per_pos)(?:_total)?\{(.*)\} (\S+)$", re.M
+)
+POSITION = re.compile(r'position="(\d+)"')
 RETRIED = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -31,24 +39,27 @@ class HttpClient(ABC):
 
     route = ""
 
-    def __init__(self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 120.0) -> None:
+    def __init__(self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 600.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r}: expected an address such as http://localhost:8000")
         self.name, self.key = self.url, os.environ.get(KEY) if key is None else key
         self.retries, self.timeout, self.delay = retries, timeout, 1.0
 
-    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[list[int]]:
+    def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
+
+    def counters(self) -> Acceptance | None:
+        """None where the answers say it, or nobody does."""
+        return None
 
     @abstractmethod
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
         """The request, with every sampler set, neutral ones too."""
 
     @abstractmethod
-    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
-        """The tokens of an answer, the EOS included."""
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer: ...
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to the request; ServerError after the last retry, or at once if a retry would not help."""
@@ -74,7 +85,7 @@ class HttpClient(ABC):
 
 
 class OpenAIClient(HttpClient):
-    """vLLM, SGLang and others that know `return_token_ids`. model: its name there."""
+    """vLLM and others that know `return_token_ids`. model: its name there."""
 
     route = "/v1/completions"
 
@@ -92,11 +103,48 @@ class OpenAIClient(HttpClient):
         ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
         return {**body, **ends, **({"stop": list(settings.stop)} if settings.stop else {})}
 
-    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         choice = (answer.get("choices") or [{}])[0]
         if not isinstance(choice.get("token_ids"), list):
             raise ServerError(f"{self.url} sent no token_ids: it does not know return_token_ids, which an audit needs")
-        return [int(token) for token in choice["token_ids"]]
+        return Answer([int(token) for token in choice["token_ids"]], choice.get("text"))
+
+    def counters(self) -> Acceptance | None:
+        """Of vLLM's /metrics, summed over engines. Drafts past the end of a text count there."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=self.timeout) as reply:
+                page = reply.read().decode(errors="replace")
+        except OSError:
+            return None
+        sums: Counter[tuple[str, int]] = Counter()
+        for name, labels, value in COUNTERS.findall(page):
+            position = POSITION.search(labels)
+            sums[name, int(position[1]) if position else -1] += int(float(value))
+        by_depth = [sums["accepted_tokens_per_pos", d] for d in range(1 + max((d for _, d in sums), default=-1))]
+        return Acceptance(sums["drafts", -1], sums["accepted_tokens", -1], tuple(by_depth)) if sums else None
+
+
+class SGLangClient(HttpClient):
+    """SGLang's own route, which says how often a text was verified. top_k -1 keeps all tokens there."""
+
+    route = "/generate"
+
+    def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        sampling = {
+            "max_new_tokens": settings.max_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
+            "top_k": settings.top_k or -1, "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty,
+            "presence_penalty": 0, "frequency_penalty": 0, "n": 1, "stop": list(settings.stop) or None,
+            "stop_token_ids": sorted(settings.eos) or None, "ignore_eos": not settings.eos,
+        }  # fmt: skip
+        return {"input_ids": prompt, "sampling_params": sampling, "stream": False}
+
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
+        if not isinstance(answer.get("output_ids"), list):
+            raise ServerError(f"{self.url} sent no output_ids, which an audit needs")
+        tokens, meta = [int(token) for token in answer["output_ids"]], answer.get("meta_info") or {}
+        drafted, steps = meta.get("spec_draft_token_num"), meta.get("spec_verify_ct")
+        accepted = len(tokens) - 1 - steps if steps else None
+        return Answer(tokens, answer.get("text"), None, drafted, accepted)
 
 
 class LlamaCppClient(HttpClient):
@@ -109,13 +157,14 @@ class LlamaCppClient(HttpClient):
         return {
             "prompt": prompt, "n_predict": settings.max_tokens, "temperature": settings.temperature,
             "top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p,
-            "repeat_penalty": settings.repetition_penalty, "repeat_last_n": -1, "presence_penalty": 0,
-            "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "mirostat": 0,
+            "repeat_penalty": settings.repetition_penalty, "repeat_last_n": len(prompt) + settings.max_tokens,
+            "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0,
+            "xtc_probability": 0.0, "mirostat": 0,
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "stop": list(settings.stop),
             "ignore_eos": not settings.eos, "return_tokens": True, "cache_prompt": False, "stream": False,
         }  # fmt: skip
 
-    def read(self, answer: dict[str, Any], settings: Settings) -> list[int]:
+    def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         if not isinstance(answer.get("tokens"), list):
             raise ServerError(f"{self.url} sent no tokens: it does not know return_tokens, which an audit needs")
         tokens = [int(token) for token in answer["tokens"]]
@@ -123,4 +172,5 @@ class LlamaCppClient(HttpClient):
             if len(settings.eos) != 1:
                 raise ServerError(f"{self.url} does not say which of {len(settings.eos)} end tokens ended the text")
             tokens.append(*settings.eos)
-        return tokens
+        times = answer.get("timings") or {}
+        return Answer(tokens, answer.get("content"), None, times.get("draft_n"), times.get("draft_n_accepted"))

@@ -9,7 +9,7 @@ from specheads.cli.complete import complete_words
 from specheads.cli.options.shared import Output
 from specheads.options import OptionError, argument, option
 
-SERVERS = ("openai", "llama.cpp")
+SERVERS = ("openai", "sglang", "llama.cpp", "text", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +26,24 @@ class AuditOptions(Output):
         --temperature 0
       specheads audit http://localhost:8000 --base my/model --temperature 0.8 \\
         --tv 0.02 --json
+      specheads audit http://localhost:8000 --base my/model --head out/head \\
+        --page evidence.md
     """
 
     server: str = argument("URL", "Address of the server, such as http://localhost:8000.")
     base: str = option(help="The model whose text it should be: a directory or hub id.")
     kind: str = option(
-        "openai", "openai (vLLM, SGLang: return_token_ids) or llama.cpp.", autocompletion=complete_words(*SERVERS)
+        "openai",
+        "openai (vLLM: return_token_ids), sglang, llama.cpp, text (any other, greedy only) or transformers.",
+        autocompletion=complete_words(*SERVERS),
     )
     model: str | None = option(None, "The model's name at the server; default: as --base.")
+    head: str | None = option(None, "The head that the server drafts with: its accepted drafts beside those here.")
     prompts: Path | None = option(None, "File of prompts, as of bench; default: held-out source code.")
     temperature: list[float] | None = option(None, "Temperatures to ask at; 0 is greedy; default: 0 and 1.")
     tv: float = option(0.05, "Total variation a token that a lossless verdict rules out.")
+
+    page: Path | None = option(None, "Write the evidence to this file, as one page of Markdown.")
 
     def __post_init__(self) -> None:
         if self.kind not in SERVERS:

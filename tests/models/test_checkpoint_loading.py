@@ -99,6 +99,11 @@ def changed_options(head: str) -> dict:
         "tree": ((0,), (1,), (0, 0)), "loss": "lk",
         "decay": 0.5, "mask_token_id": 7, "anchors": 3,
         "dpace": 0.5 if head == "parallel" else None, "norm_before_fc": False,  # which do not go with others here
+        "hidden_act": "gelu", "sliding_window": 11, "layer_types": None if head == "hydra" else (
+            "full_attention", *["sliding_attention"] * {"eagle": 1, "eagle3": 1, "parallel": 2}.get(head, 0)
+        ),
+        "causal_windows": True, "conv_taps": 2, "conv_group": 8, "markov_type": "gated", "own_mask": True,
+        "logit_cap": 3.0, "logit_scale": 0.5,
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:

@@ -65,7 +65,7 @@ def load() -> None:
     CppCodeCache.load_async(source, submit_fn=announce)()
     torch.library.register_fake(
         "specheads::few_rows",
-        lambda rows, weight, bias=None, by=None: rows.new_empty(*rows.shape[:-1], weight.shape[0]),
+        lambda rows, weight, bias=None, by=None, scale=None: rows.new_empty(*rows.shape[:-1], weight.shape[0]),
     )
     torch.library.register_fake("specheads::attention_of_few_rows", lambda query, *others: torch.empty_like(query))
 

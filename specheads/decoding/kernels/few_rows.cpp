@@ -367,7 +367,12 @@ class Tiles {
         const int64_t later = offset + EARLY;
         const auto ahead = later < length_ ? matrix.from(0, later) : matrix.from(BLOCK, later - length_);
         if (left >= (later < length_ ? BLOCK : 2 * BLOCK))
-          for (int64_t i = 0; i < BLOCK; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead[i]), _MM_HINT_T0);
+          for (int64_t i = 0; i < BLOCK; ++i) {
+            if constexpr (WIDENS)
+              prefetch(ahead[i]);
+            else
+              _mm_prefetch(reinterpret_cast<const char*>(ahead[i]), _MM_HINT_T0);
+          }
       }
       const at::BFloat16* from;
       int64_t stride = STEP;

@@ -250,11 +250,7 @@ def test_a_quantisation_without_its_library_or_of_another_size_is_one_line(shipp
     monkeypatch.setattr("specheads.models.base.loading.is_bitsandbytes_available", lambda: False)
     for kind in ("base", "eagle3"):
         code, out, err = run(capsys, "chat", shipped / kind, "--quantize", "4bit")
-        assert (
-            (code, out) == (2, "")
-            and err.startswith("specheads: quantize=4bit needs bitsandbytes")
-            and err.count("\n") == 1
-        )
+        assert (code, out) == (2, "") and err.startswith("specheads: quantize=4bit needs") and err.count("\n") == 1
 
 
 def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):

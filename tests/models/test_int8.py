@@ -132,12 +132,7 @@ def test_one_text_with_every_drafter_and_by_transformers(folder, monkeypatch):
         )
         for draft in ("lookup", "ngram", "maxgram", specheads.DraftModel(load(folder, dtype))):
             assert torch.equal(greedy(model, draft=draft), plain), (dtype, draft)
-        for kind, tree in (
-            ("medusa", "static:6"),
-            ("eagle3", "static:6"),
-            ("eagle3", "chain:3"),
-            ("parallel", "chain:3"),
-        ):
+        for kind, tree in (("medusa", "static:6"), ("eagle3", "static:6"), ("parallel", "chain:3")):
             head = convert(model, kind, dtype=dtype).head
             assert torch.equal(greedy(model, draft=head, tree=tree), plain), (dtype, kind, tree)
     monkeypatch.setattr(few_rows, "available", lambda: False)

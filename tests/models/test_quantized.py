@@ -87,5 +87,5 @@ def test_without_bitsandbytes_a_quantised_base_is_an_error_that_says_what_to_ins
     recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "quantize=8bit"))
     with pytest.raises(ImportError, match="quantize=8bit needs bitsandbytes: pip install bitsandbytes"):
         prepare(recipe)
-    with pytest.raises(RecipeError, match="quantize='3bit': expected .*4bit.*8bit.*int8"):
+    with pytest.raises(RecipeError, match="unknown quantize '3bit'"):
         read_recipe(ROOT / "recipes" / "eagle3.yaml", ["quantize=3bit"])

@@ -300,7 +300,7 @@ def test_a_reporter_that_is_not_installed_is_named_with_its_package_before_anyth
     assert training_arguments(with_training(report_to="none", use_cpu=True)).report_to == []
 
 
-@pytest.mark.parametrize("options", [{"early_stopping": "soon"}, {"init_from": 3}, {"quantize": "please"}])
+@pytest.mark.parametrize("options", [{"early_stopping": "soon"}, {"init_from": 3}, {"attn_implementation": 3}])
 def test_other_options_of_a_recipe_have_types_too(options):
     with pytest.raises(RecipeError, match=f"{next(iter(options))}=.*: expected"):
         Recipe.from_dict(LEAST | options)

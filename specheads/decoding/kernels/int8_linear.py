@@ -48,12 +48,12 @@ class Int8Linear(nn.Linear):
         weight = torch.empty(source.shape, dtype=torch.int8, device=source.device)
         scale = torch.empty(len(source), dtype=torch.float32, device=source.device)
         for part in _blocks(source):
-            values = source[part].float()
+            values = source[part].to(torch.float32, copy=True)
             largest = values.abs().amax(1)
             if not largest.isfinite().all():
                 raise ValueError(f"a weight {tuple(source.shape)} has NaN or infinity; int8 takes finite numbers alone")
-            scale[part] = torch.where(largest > 0, largest / LARGEST, 1.0).clamp(min=torch.finfo(torch.float32).tiny)
-            weight[part] = (values / scale[part, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+            scale[part] = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+            weight[part] = values.div_(scale[part, None]).round_()
         layer = cls(weight, scale, linear.bias)
         return layer.train(linear.training)
 

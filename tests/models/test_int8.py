@@ -16,6 +16,7 @@ from specheads.decoding.kernels.int8_linear import Int8Linear
 from specheads.models.base.int8 import to_int8
 from specheads.models.base.loading import load_language_model
 from specheads.models.named import Models
+from specheads.training.features.frozen_weights import KeptBase, save_base_parts, skeleton
 from tests.support.compiled_texts import fresh_dynamo, needs_compiler  # noqa: F401
 from tests.support.tiny_models import tiny_llama
 
@@ -168,6 +169,17 @@ def test_a_head_learns_beside_it_and_comes_back_with_it(folder, tmp_path):
         assert torch.equal(greedy(again.base, draft=again.head), greedy(again.base)), kind
         whole = SpecModel.from_pretrained(tmp_path / kind, base=str(folder))
         assert not any(isinstance(part, Int8Linear) for part in whole.base.modules())
+
+
+def test_saved_features_keep_the_matrices_that_it_applies(folder, tmp_path):
+    model = load(folder, torch.float32)
+    save_base_parts(model, tmp_path)
+    kept, outline = KeptBase(tmp_path, None), skeleton(tmp_path)
+    assert torch.equal(kept.lm_head.weight, model.lm_head.dense_weight())
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        stored, layer = (m.get_submodule(f"model.layers.2.{name}") for m in (outline, model))
+        assert torch.equal(stored.weight, layer.dense_weight()), name
+    assert torch.equal(kept.embed_tokens.weight, model.get_input_embeddings().weight)
 
 
 def test_where_it_has_no_sense_and_what_it_cannot_do(folder, tmp_path):

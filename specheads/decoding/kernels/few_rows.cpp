@@ -124,12 +124,16 @@ __m512i load_pairs(const at::BFloat16* elements, int64_t count) {
   return count == 2 * WIDTH ? _mm512_loadu_si512(elements) : _mm512_maskz_loadu_epi16((1u << count) - 1, elements);
 }
 
-__m512i load_pairs(const int8_t* elements, int64_t count) {
-  const __m256i loaded = count == 2 * WIDTH ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements))
-                                            : _mm256_maskz_loadu_epi8((1u << count) - 1, elements);
-  const auto widened = [](const __m128i& half) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(half)); };
-  return (__m512i)_mm512_cvtne2ps_pbh(widened(_mm256_extracti128_si256(loaded, 1)),
-                                      widened(_mm256_castsi256_si128(loaded)));
+[[gnu::always_inline]] inline __m512i load_pairs(const int8_t* elements, int64_t count) {
+  const bool whole = count == 2 * WIDTH;
+  const uint32_t mask = whole ? ~0u : (1u << count) - 1;
+  const auto widened = [&](int part) __attribute__((always_inline)) {
+    const int8_t* const from = elements + part * WIDTH;
+    const __m128i loaded = whole ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))
+                                 : _mm_maskz_loadu_epi8(mask >> part * WIDTH, from);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(loaded));
+  };
+  return (__m512i)_mm512_cvtne2ps_pbh(widened(1), widened(0));
 }
 
 template <typename T>
@@ -296,7 +300,15 @@ void store_tile(void* to, int64_t stride) {
 // Products by AMX: a tile has 16 rows of the matrix as they lie there, by one of 16 pairs of elements of up to 16 rows,
 // which are rearranged once for that.
 class Tiles {
+  static constexpr int64_t SIDE = 16, STEP = 32;
+  static_assert(BLOCK == 2 * SIDE);
+
  public:
+  // A row of a tile of the matrix. Across two lines of the cache, writing and reading it would take twice as long.
+  struct alignas(64) Line {
+    at::BFloat16 elements[STEP];
+  };
+
   // `count` rows of `length` elements.
   Tiles(Rows<const at::BFloat16> rows, int64_t count, int64_t length)
       : length_(length), steps_((length + STEP - 1) / STEP), count_(count), columns_(std::min<int64_t>(count, SIDE)),
@@ -337,16 +349,14 @@ class Tiles {
   }
 
   // The same of a matrix of int8, widened on the way for the first two groups, and kept in `wide` for the others.
-  void sums(Rows<const int8_t> matrix, int64_t left, float* out, std::vector<at::BFloat16>& wide) const {
-    wide.resize((groups_ > 2 ? steps_ : 2) * BLOCK * STEP);
-    sums_of<true>(matrix, left, 0, out, wide.data());
-    for (int64_t group = 2; group < groups_; group += 2) sums_of<false>(matrix, left, group, out, wide.data());
+  void sums(Rows<const int8_t> matrix, int64_t left, float* out, std::vector<Line>& wide) const {
+    wide.resize((groups_ > 2 ? steps_ : 2) * BLOCK);
+    at::BFloat16* const to = wide.data()->elements;
+    sums_of<true>(matrix, left, 0, out, to);
+    for (int64_t group = 2; group < groups_; group += 2) sums_of<false>(matrix, left, group, out, to);
   }
 
  private:
-  static constexpr int64_t SIDE = 16, STEP = 32;
-  static_assert(BLOCK == 2 * SIDE);
-
   int64_t tile(int64_t group, int64_t step) const { return (group * steps_ + step) * SIDE * columns_; }
 
   // Two tiles of the matrix by one or two of the rows. Tiles 0 to 3 are sums, 4 and 5 the matrix, 6 and 7 rows. FIRST: of
@@ -379,7 +389,11 @@ class Tiles {
       at::BFloat16 edge[BLOCK * STEP];
       if constexpr (WIDENS) {
         at::BFloat16* const to = wide + (groups_ > 2 ? step : step % 2) * BLOCK * STEP;
-        if constexpr (FIRST) {
+        if (FIRST && whole) {
+#pragma GCC unroll 8
+          for (int64_t i = 0; i < BLOCK; ++i)
+            _mm512_storeu_si512(to + i * STEP, load_pairs(matrix[i] + offset, STEP));
+        } else if (FIRST) {
           for (int64_t i = 0; i < std::min(BLOCK, left); ++i)
             _mm512_storeu_si512(to + i * STEP, load_pairs(matrix[i] + offset, count));
         }
@@ -468,7 +482,7 @@ void by_tiles(const at::Tensor& rows, const at::Tensor& weight, const Finish& fi
   const Rows<const T> matrix{weight.const_data_ptr<T>(), length};
   const Tiles tiles({rows.const_data_ptr<at::BFloat16>(), length}, rows.size(0), length);
   by_blocks<at::BFloat16>(rows, finish, out, [&] {
-    return [thread = TilesOfThread(tiles), wide = std::vector<at::BFloat16>(), matrix, width](
+    return [thread = TilesOfThread(tiles), wide = std::vector<Tiles::Line>(), matrix, width](
                int64_t first, int64_t, float* sums) mutable {
       if constexpr (std::is_same_v<T, int8_t>)
         thread.tiles.sums(matrix.from(first), width - first, sums, wide);

@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Acceptance", "AdaptiveChain", "BestFirstTree", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator",
     "Context", "Continuation", "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree",
-    "Eagle3Config", "EagleConfig", "Ensemble", "Exact", "Fuzzy", "HeadConfig", "HydraConfig", "Lenient", "Margin",
-    "MaxGram", "MedusaConfig", "MtpConfig", "NGram", "NGramStorage", "NoResidual", "OneLevelNGramStorage",
-    "ParallelConfig", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
-    "SpecSeq2SeqOutput",
-    "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical",
-    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
-    "generate_many", "load_head", "patch", "token_counts", "unpatch",
+    "Eagle3Config", "EagleConfig", "Ensemble", "Exact", "Fuzzy", "HeadConfig", "HydraConfig", "Int8Config",
+    "Lenient", "Margin", "MaxGram", "MedusaConfig", "MtpConfig", "NGram", "NGramStorage", "NoResidual",
+    "OneLevelNGramStorage", "ParallelConfig", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
+    "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
+    "Step", "Target", "TopN", "Traversal", "Typical", "UnsupportedModel", "build_datasets", "chain", "comb",
+    "convert", "decode", "fuzzy_from", "generate", "generate_many", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip
 
 # Decoding needs neither the Trainer nor datasets, nor other toolkits' names: these have modules of their own.

@@ -61,6 +61,7 @@ from specheads.heads import (
     MtpConfig,
     ParallelConfig,
 )
+from specheads.models.base.int8 import Int8Config
 from specheads.models.config import SpecConfig
 from specheads.models.convert import convert, load_head
 from specheads.models.files import CheckpointError

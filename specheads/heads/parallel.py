@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
+from specheads.decoding.kernels.int8_linear import applied_weight
 from specheads.decoding.planner import BestFirstTree, Plan
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import Sampler
@@ -175,10 +176,10 @@ class ParallelHead(BlockLogits):
 
     def refuse_unfit(self, base: Any) -> None:
         refuse_more_than_lm_head(base, self.config.kind)
-        output = base.get_output_embeddings()
-        if self.narrow and not output.weight.is_meta:
-            probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
-            if not torch.allclose(F.linear(probe, output.weight), logits_of(base, probe)):
+        weight = applied_weight(base.get_output_embeddings())
+        if self.narrow and not weight.is_meta:
+            probe = torch.randn(4, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+            if not torch.allclose(F.linear(probe, weight), logits_of(base, probe), rtol=1e-4, atol=1e-4):
                 raise UnsupportedModel(
                     f"{type(base).__name__} scales, caps or shifts its logits (a bias, an adapter), which a draft "
                     "vocabulary's rows alone do not; leave draft_vocab_size out"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specheads.decoding.kernels.int8_linear import applied_weight
 from specheads.heads.base import DraftHead
 from specheads.heads.config import HeadConfig
 
@@ -85,7 +86,7 @@ class DraftVocabulary(DraftHead):
 
     def copy_output_rows(self, base: Any) -> None:
         """Copy the base's output rows for the draft tokens into every output layer of the same width."""
-        source = base.get_output_embeddings().weight
+        source = applied_weight(base.get_output_embeddings())
         if source.is_meta:
             return
         ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

@@ -304,7 +304,7 @@ def _find_base(files: Files, base: Any, config: SpecConfig, options: dict[str, A
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
         location = hub_options(name, **shared) | shared
-        if base is None and "quantization_config" not in options:
+        if base is None and not {"quantization_config", "quantize"} & options.keys():
             options = options | quantization_options(config.base_quantization, name, **revision, **location)
         return unwrapped(load_language_model(name, class_name=config.base_class, **revision, **location, **options))
     except (OSError, ValueError) as error:

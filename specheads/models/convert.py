@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.decoding.kernels.int8_linear import Int8Linear
 from specheads.decoding.verify.hf_base import (
     UnsupportedModel,
     has_floating_weight,
@@ -55,7 +56,7 @@ def convert(
     base = unwrapped(base)
     refuse_unsupported(base)
     lm_head = base.get_output_embeddings()
-    if not has_floating_weight(lm_head):
+    if not has_floating_weight(lm_head) and not isinstance(lm_head, Int8Linear):
         raise UnsupportedModel(
             f"the base's output matrix is quantised ({type(lm_head).__module__}.{type(lm_head).__name__}), and heads "
             "need its values: leave it out of what is quantised (llm_int8_skip_modules=['lm_head'] in bitsandbytes)"

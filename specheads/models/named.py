@@ -38,14 +38,13 @@ from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 
 logger = hf_logging.get_logger(__name__)
-QUANTIZE = {"4bit": 4, "8bit": 8}
 KNOWN = ("auto", "head", "model", *DRAFTERS, "cascade")  # drafters that are no checkpoints
 
 
 @dataclass
 class Models:
     """The target, its tokenizer, and the drafters loaded so far: `head` if MODEL is one, others under the names they
-    were requested by. quantize: of the target and draft models, "4bit" or "8bit"."""
+    were requested by. quantize: the target and draft models, see `load_language_model`."""
 
     target: PreTrainedModel
     tokenizer: Any
@@ -57,17 +56,17 @@ class Models:
         cls, source: str, *, base: str | None = None, dtype: str = "auto", device: str = "auto",
         quantize: str | None = None,
     ) -> Models:  # fmt: skip
-        """source: a head checkpoint, or a plain Hugging Face model. quantize: load the target and draft models in 4 or
-        8 bits, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
+        """source: a head checkpoint, or a plain Hugging Face model. quantize: the target and draft models, see
+        `load_language_model`; heads stay as they are. ValueError, OSError or ImportError with the reason."""
         torch_dtype, torch_device = placement(dtype, device)
-        options = quantized_options(quantize, torch_dtype, torch_device)
         if holds_head(source):
-            model, tokenizer = load_with_tokenizer(source, base, dtype, device, **options)
+            model, tokenizer = load_with_tokenizer(source, base, dtype, device, quantize)
             return cls(model.base, tokenizer, {"head": model.head}, quantize)
         if base is not None:
             raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
+        options = quantized_options(quantize, torch_device)
         target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
-        if torch_dtype is None and quantize is None:
+        if torch_dtype is None:
             settle_dtype(target, torch_device)
         return cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
 
@@ -101,7 +100,7 @@ class Models:
 
     def draft_model(self, source: str) -> DraftModel:
         """A smaller model as drafter. Its vocabulary may differ from the target's, unless it has no tokenizer."""
-        options = quantized_options(self.quantize, self.target.dtype, self.target.device)
+        options = quantized_options(self.quantize, self.target.device)
         small = load_language_model(source, dtype=self.target.dtype, **options, **hub_options(source))
         refuse_other_kind(small, type(self.target).__name__, self.target.config.is_encoder_decoder)
         small = to_device(small, self.target.device)
@@ -202,18 +201,13 @@ def refuse_adapters(source: str) -> None:
         )
 
 
-def quantized_options(quantize: str | None, dtype: torch.dtype | None, device: torch.device) -> dict[str, Any]:
-    """Options that load a model in 4 or 8 bits, computing in `dtype`; {} for None. ValueError for an unknown name,
-    ImportError if the library is missing."""
+def quantized_options(quantize: str | None, device: torch.device) -> dict[str, Any]:
+    """Options that load a model quantised, onto the device; {} for None. ValueError for an unknown name, ImportError if
+    the library is missing."""
     if quantize is None:
         return {}
-    if quantize not in QUANTIZE:
-        raise ValueError(f"--quantize {shown(quantize)}: known: {', '.join(QUANTIZE)}")
-    try:
-        config = quantization(QUANTIZE[quantize], dtype or torch.bfloat16)
-    except ImportError:
-        raise ImportError(f"--quantize {quantize} needs bitsandbytes: pip install bitsandbytes") from None
-    return {"quantization_config": config, "device_map": {"": device}}
+    quantization(quantize, torch.float32)  # refuses before a model is read
+    return {"quantize": quantize, "device_map": {"": device}}
 
 
 def to_device(model: Any, device: torch.device) -> PreTrainedModel:
@@ -235,15 +229,16 @@ def describe_drafter(name: str, drafter: Drafter) -> str:
 
 
 def load_with_tokenizer(
-    source: str, base: str | None, dtype: str, device: str, **options: Any
+    source: str, base: str | None, dtype: str, device: str, quantize: str | None = None
 ) -> tuple[SpecModel, Any]:
-    """Base and head on the device, and the base's tokenizer. options: for loading the base; a device_map among them
-    decides where the base goes. ValueError or OSError with the reason."""
+    """Base and head on the device, and the base's tokenizer. quantize: the base. ValueError, OSError or ImportError
+    with the reason."""
     torch_dtype, torch_device = placement(dtype, device)
+    options = quantized_options(quantize, torch_device)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype or "auto", **options)
     if torch_dtype is None:
         settle_dtype(model.base, torch_device)
         in_dtype(model.head, model.base.dtype)
-    (model.head if "device_map" in options else model).to(torch_device)
+    (model.head if options else model).to(torch_device)
     name = base or model.base.name_or_path
     return model, tokenizer_of(name)

@@ -380,8 +380,9 @@ class SpecModel(PreTrainedModel):
         base: a different base model for the head, or its name. revision, subfolder, token …: where the head is. dtype:
         of both, or only of the head with a base in memory; None: the head gets the base's, so a float32 head is
         narrowed for a bfloat16 base; "auto": each keeps the one it was saved in. allow_pickle: read a foreign format's
-        pickles, as tensors. allow_nonfinite: accept NaN and Inf among the weights. Other arguments (device_map,
-        attn_implementation …) are for loading the base."""
+        pickles, as tensors. allow_nonfinite: accept NaN and Inf among the weights. quantize: "4bit",
+        "8bit" or "int8", the base's weights. Other arguments (device_map, attn_implementation …) are for loading the
+        base."""
         config, base, head = checkpoint.load(pretrained_model_name_or_path, **kwargs)
         return cls(config, base, head).eval()
 

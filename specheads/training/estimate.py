@@ -104,7 +104,7 @@ def estimate(recipe: Recipe, processes: int | None = None, distributed: str | No
     config, model = _build_without_weights(recipe)
     busy = psutil.cpu_percent(MEASURED_SECONDS) / 100 * psutil.cpu_count()
     sizes = _Sizes(model, recipe, getattr(config, "dtype", None))
-    base = _base_bytes(model.base, recipe.bits, sizes.base_bytes)
+    base = _base_bytes(model.base, recipe.quantize, sizes.base_bytes)
     memory = _memory(sizes, base, processes, distributed)
     device, rate, bandwidth = _measure(sizes)
     rate *= PRODUCT_SHARE
@@ -252,14 +252,14 @@ def _bytes(name: str, saved: Any) -> int:
     return torch.empty((), dtype=dtype).element_size()
 
 
-def _base_bytes(base: Any, bits: int | None, each: float) -> float:
+def _base_bytes(base: Any, quantize: str | None, each: float) -> float:
     """Bytes of the frozen weights: quantised matrices, with a scale per 64 weights at 4 bits, and all others."""
     frozen = sum(p.numel() for p in base.parameters() if not p.requires_grad)
     layers = decoder_layers(base)
-    if bits is None or layers is None:
+    if quantize is None or layers is None:
         return frozen * each
     quantised = sum(p.numel() for p in layers.parameters() if p.ndim == 2 and not p.requires_grad)
-    return (frozen - quantised) * each + quantised * (bits / 8 + (1 / 64 if bits == 4 else 0))
+    return (frozen - quantised) * each + quantised * (1 / 2 + 1 / 64 if quantize == "4bit" else 1)
 
 
 def _padded_tokens(rows: Any, recipe: Recipe) -> int:

@@ -15,6 +15,7 @@ from specheads.cli.chat.settings import SETTINGS, change
 from specheads.cli.options.decode import ChatOptions, GenerateOptions
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.planner import PLANS, tree_named
+from specheads.models import named
 from specheads.models.base import loading
 from specheads.models.named import Models
 from tests.support.command_line import run, ship
@@ -245,11 +246,11 @@ def test_tab_completes_commands_and_their_values(tmp_path, monkeypatch):
 
 def test_a_quantisation_without_its_library_or_of_another_size_is_one_line(shipped, capsys, monkeypatch):
     code, _, err = run(capsys, "chat", shipped / "base", "--quantize", "8")
-    assert code == 2 and err.startswith("specheads: --quantize '8': known: 4bit, 8bit") and err.count("\n") == 1
+    assert code == 2 and err.startswith("specheads: --quantize 8 is unknown; expected 4bit") and err.count("\n") == 1
     monkeypatch.setattr("specheads.models.base.loading.is_bitsandbytes_available", lambda: False)
     for kind in ("base", "eagle3"):
         code, out, err = run(capsys, "chat", shipped / kind, "--quantize", "4bit")
-        assert (code, out) == (2, "") and err.startswith("specheads: --quantize 4bit ") and err.count("\n") == 1
+        assert (code, out) == (2, "") and err.startswith("specheads: quantize=4bit needs") and err.count("\n") == 1
 
 
 def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
@@ -260,10 +261,11 @@ def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
         asked.append((str(source), quantization_config, device_map))
         return real(source, **options)
 
-    monkeypatch.setattr("specheads.models.named.quantization", lambda bits, dtype: bits)
+    for module in (loading, named):
+        monkeypatch.setattr(module, "quantization", lambda quantize, dtype: quantize)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     Models.load(str(shipped / "base"), device="cpu", quantize="8bit").choose(f"model:{small}")
-    how = (8, {"": torch.device("cpu")})
+    how = ("8bit", {"": torch.device("cpu")})
     assert asked == [(str(shipped / "base"), *how), (str(small), *how)]
 
 

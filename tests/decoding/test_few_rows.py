@@ -23,6 +23,13 @@ def linear(num_rows, length, width=5, *, bias=False, dtype=torch.float32):
     return rows, weight, offset if bias else None
 
 
+def int8_linear(num_rows, length, width=5, *, dtype=torch.float32):
+    """Rows (M, K), an int8 weight (N, K), its scale (N,), a bias (N,)."""
+    rows, weight, bias = linear(num_rows, length, width, bias=True, dtype=dtype)
+    narrow = (40 * weight.float()).round().clamp(-127, 127).to(torch.int8)
+    return rows, narrow, 0.02 + torch.rand(width, generator=torch.Generator().manual_seed(1)) / 40, bias
+
+
 def assert_product(found, rows, weight, bias=None):
     exact = F.linear(*(None if tensor is None else tensor.double() for tensor in (rows, weight, bias)))
     relative = 2**-8 if found.dtype == torch.bfloat16 else 1e-5  # half of bfloat16's last place
@@ -85,6 +92,36 @@ def test_nan_and_infinity_reach_what_they_enter_and_nothing_else():
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-4, equal_nan=True)
 
 
+def test_weights_of_int8_by_all_instructions_whatever_rows_are_beside():
+    """As the same numbers in float64: odd sizes, rows in more groups than one pass has tiles, threads, strides, NaN."""
+    before = torch.get_num_threads()
+    for dtype, by in instructions():
+        for length, width in itertools.product([0, 1, 31, 32, 33, 64, 70, 130], [1, 3, 31, 33, 70]):
+            rows, weight, scale, bias = int8_linear(70, length, width, dtype=dtype)
+            together = OURS.few_rows(rows, weight, bias, by, scale)
+            assert_product(together, rows, weight.double() * scale.double()[:, None], bias)
+            for count in (0, 1, 2, 5, 6, 7, 16, 17, 32, 33, 48, 65):
+                found = OURS.few_rows(rows[:count], weight, bias, by, scale)
+                assert torch.equal(found, together[:count]), (by, count)
+        rows, weight, scale, bias = int8_linear(12, 300, 1003, dtype=dtype)
+        try:
+            found = []
+            for threads in (1, 2, 3, 4):
+                torch.set_num_threads(threads)
+                found.append(OURS.few_rows(rows, weight, bias, by, scale))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        for part in (slice(None, None, 2), slice(3, 70)):
+            wide = weight[::3, part].double() * scale[::3, None].double()
+            assert_product(OURS.few_rows(rows[:, part], weight[::3, part], None, by, scale[::3]), rows[:, part], wide)
+        rows[1, 299], rows[2, 3] = torch.nan, -torch.inf
+        weight[7, 3] = 0
+        found = OURS.few_rows(rows, weight, bias, by, scale).double()
+        expected = F.linear(rows.double(), weight.double() * scale.double()[:, None], bias.double())
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3, equal_nan=True)
+
+
 def test_no_less_accurate_than_torch():
     """In bfloat16, over many elements; the sum of errors, as single ones are rounding."""
     rows, weight, _ = linear(8, 4864, 64, dtype=torch.bfloat16)
@@ -101,6 +138,10 @@ def test_what_cannot_be_multiplied_is_refused():
         ((rows[:, :5], weight), "rows of 5 elements by a matrix of 6"),
         ((rows.bfloat16(), weight), "one dtype"),
         ((rows.bfloat16(), weight.bfloat16(), None, "avx9"), "no avx9"),
+        ((rows, weight.to(torch.int8)), "int8 has a scale"),
+        ((rows, weight, None, None, torch.ones(5)), "no other has"),
+        ((rows, weight.to(torch.int8), None, None, torch.ones(4)), "4 numbers for 5 columns"),
+        ((rows.half(), weight.half()), "float32 or bfloat16"),
     ):
         with pytest.raises(RuntimeError, match=message):
             OURS.few_rows(*wrong)
@@ -117,6 +158,9 @@ def test_on_processors_with_narrower_vectors():
         found = operations.few_rows(rows, weight)
         assert_product(found, rows, weight)
         assert torch.equal(operations.few_rows(rows[-1:], weight), found[-1:])
+        rows, weight, scale, bias = int8_linear(num_rows, 70, 11, dtype=dtype)
+        found = operations.few_rows(rows, weight, bias, None, scale)
+        assert_product(found, rows, weight.double() * scale.double()[:, None], bias)
     query, key, value, mask = (torch.randn(2, 3, *shape) for shape in [(5, 32), (300, 32), (300, 32), (5, 300)])
     exact = F.scaled_dot_product_attention(*(t.double() for t in (query, key, value, mask)), scale=0.5)
     found = operations.attention_of_few_rows(query, key, value, mask, 0.5)

@@ -243,7 +243,9 @@ def test_eagle3_starts_with_the_bases_output_rows_and_final_norm(base):
         base.model.norm.weight.copy_(torch.linspace(0.5, 2, len(base.model.norm.weight)))
     head = convert(base, "eagle3", draft_vocab_size=40).head
     assert torch.equal(head.lm_head.weight, base.lm_head.weight[head.target_ids])
-    torch.testing.assert_close(head.norm.weight, base.model.norm.weight)  # read as what ones come out as, eps and all
+    ratio = head.norm.weight / base.model.norm.weight  # one factor: the norm is softened (test_soft_start)
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+    assert 0 < ratio[0] <= 1
 
 
 def test_taps_that_a_base_of_few_layers_repeats_are_named(caplog):

@@ -70,22 +70,22 @@ def test_a_head_starts_from_the_weights_that_quantised_layers_apply(bits, folder
         assert 0 < (given - own).norm() < {4: 0.15, 8: 0.02}[bits] * given.norm(), name
 
 
-def test_a_recipe_says_load_in_4bit(material, tmp_path):
+def test_a_recipe_says_quantize(material, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    given = overrides(material, tmp_path, 2, "lora.r=2", "load_in_4bit=true")
+    given = overrides(material, tmp_path, 2, "lora.r=2", "quantize=4bit")
     options = [option for option in given if option != "head.steps=2"]
     prepare(
         read_recipe(ROOT / "recipes" / "medusa2.yaml", [*options, "training.max_steps=2", "parity.prompts=0"])
     ).train()
     model = SpecModel.from_pretrained(tmp_path)
     assert type(model.base.model.layers[0].self_attn.q_proj.base_layer).__name__ == "Linear4bit"
-    assert "load_in_4bit: true" in (tmp_path / "recipe.yaml").read_text()
+    assert "quantize: 4bit" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_without_bitsandbytes_a_quantised_base_is_an_error_that_says_what_to_install(material, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
-    recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "load_in_8bit=true"))
-    with pytest.raises(ImportError, match="load_in_8bit needs bitsandbytes: pip install bitsandbytes"):
+    recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "quantize=8bit"))
+    with pytest.raises(ImportError, match="quantize=8bit needs bitsandbytes: pip install bitsandbytes"):
         prepare(recipe)
-    with pytest.raises(RecipeError, match="both true"):
-        read_recipe(ROOT / "recipes" / "eagle3.yaml", ["load_in_8bit=true", "load_in_4bit=true"])
+    with pytest.raises(RecipeError, match="unknown quantize '3bit'"):
+        read_recipe(ROOT / "recipes" / "eagle3.yaml", ["quantize=3bit"])

@@ -32,6 +32,7 @@ GRAPHS = "decoding/test_compiled_graphs.py"
 CHANGED = "decoding/test_compiled_changes.py"
 DIVERGENCES = "decoding/test_divergences.py"
 FEW_ROW_KERNELS = "decoding/test_few_row_kernels.py"
+INT8 = "models/test_int8.py"
 FEW_QUERIES = "decoding/test_few_queries.py"
 CUDA_GRAPHS = "decoding/test_cuda_graphs.py"
 GROUPED = "decoding/test_grouped_attention.py"
@@ -272,6 +273,11 @@ MUTATIONS = (
       "min(last, key.shape[2])", "0", FEW_ROW_KERNELS, "same_logits"),
     M("a layer that another thread runs taken for this thread's", "decoding.kernels.few_rows:forward",
       "_thread.active and ", "", FEW_ROW_KERNELS, "other_threads"),
+    M("scale of int8 cast with the model", "decoding.kernels.int8_linear:Int8Linear._apply",
+      "self.scale = scale.to(self.weight.device)", "pass", INT8, "leaves_the_scale"),
+    M("gradient through int8 without its scale", "decoding.kernels.int8_linear:_Product.backward",
+      "gradient[..., part] * scale[part]", "gradient[..., part]", INT8, "its_gradient"),
+    M("tied output matrix tied again", "models.base.int8:to_int8", "_untie(part)", "pass", INT8, "near_the_weights"),
     M("prompt read at the cost of the first draft", "decoding.drafters.auto:_Run._state",
       "read = unread if has_read else 1", "read = unread", AUTO, "pays_for_it"),
     M("prompt read for a few tokens", "decoding.planner.by_cost.step_planner:StepPlanner._best",

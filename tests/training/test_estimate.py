@@ -150,8 +150,8 @@ def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tm
         return estimate(recipe).memory["base"] * GIB
 
     layers = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)  # q and o, k and v, the three of the MLP
-    assert base() - base("load_in_4bit=true") == pytest.approx(layers * (4 - 0.5 - 1 / 64))
-    assert base() - base("load_in_8bit=true") == pytest.approx(layers * (4 - 1))
+    assert base() - base("quantize=4bit") == pytest.approx(layers * (4 - 0.5 - 1 / 64))
+    assert base() - base("quantize=8bit") == pytest.approx(layers * (4 - 1))
 
 
 def test_the_rows_steps_and_time_of_a_run_with_what_follows_it(material, tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ def test_the_recipe_a_run_leaves_is_that_run_again(tmp_path):
     options = {
         **LEAST, "head": {"kind": "medusa", "num_heads": 3, "loss": "lk"}, "lora": {"r": 4, "base_loss": "ce"},
         "launch": {"processes": 2}, "parity": {"prompts": 3}, "base_dtype": "float32", "early_stopping": 2,
-        "data": {"train": "d", "max_length": 99}, "load_in_4bit": True,
+        "data": {"train": "d", "max_length": 99}, "quantize": "4bit",
         "training": {
             "output_dir": "o", "learning_rate": 0.5, "eval_strategy": "steps", "load_best_model_at_end": True,
             "metric_for_best_model": "accepted_length",
@@ -158,7 +158,6 @@ def test_the_recipe_a_run_leaves_is_that_run_again(tmp_path):
         "attn_implementation",
         "init_from",
         "features",
-        "load_in_8bit",
         "evaluation_share",
     }
     assert named - set(options) == left, "leave none out"
@@ -301,7 +300,7 @@ def test_a_reporter_that_is_not_installed_is_named_with_its_package_before_anyth
     assert training_arguments(with_training(report_to="none", use_cpu=True)).report_to == []
 
 
-@pytest.mark.parametrize("options", [{"early_stopping": "soon"}, {"init_from": 3}, {"load_in_4bit": "please"}])
+@pytest.mark.parametrize("options", [{"early_stopping": "soon"}, {"init_from": 3}, {"attn_implementation": 3}])
 def test_other_options_of_a_recipe_have_types_too(options):
     with pytest.raises(RecipeError, match=f"{next(iter(options))}=.*: expected"):
         Recipe.from_dict(LEAST | options)

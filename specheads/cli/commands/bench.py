@@ -49,7 +49,9 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
     refuse_unknown_drafters([*options.decoder, options.reference], shipped.names_in(folder))  # before a model loads
     hf_logging.disable_progress_bar()
     model = f"{folder}/base" if folder is not None else str(options.model)
-    models = Models.load(model, base=options.base, dtype=options.dtype, device=options.device)
+    models = Models.load(
+        model, base=options.base, dtype=options.dtype, device=options.device, quantize=options.quantize
+    )
     specs = decoders_of(options, default_decoders(models, folder, [engine for engine, _ in engines.values()]))
     peers = {
         # -I: adds neither this environment's paths nor the worker's own folder, whose files would shadow packages.

@@ -23,7 +23,7 @@ MAX_ROWS = 512  # that calibrate reads, drawn at random
 def find_tree(options: CalibrateOptions) -> None:
     """Print the best tree of so many nodes, and the accepted lengths on the data of it and of the best trees of other
     sizes; with --save the tree becomes the head's."""
-    model, tokenizer = load_with_tokenizer(options.model, options.base, options.dtype, options.device)
+    model, tokenizer = load_with_tokenizer(options.model, options.base, options.dtype, options.device, options.quantize)
     config = DataConfig(train=options.data, max_samples=MAX_ROWS, max_length=options.max_length)
     rows, _ = build_datasets(config, tokenizer, text_config(model.base).vocab_size)
     with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:
@@ -54,7 +54,7 @@ def show_trees(record: dict[str, Any]) -> None:
 def check_parity(options: ParityOptions) -> int:
     """Print both accepted lengths; the exit code is 3 if they differ."""
     config = ParityConfig(options.prompts, max_new_tokens=options.max_new_tokens, tolerance=options.tolerance)
-    model, tokenizer = load_with_tokenizer(options.model, options.base, options.dtype, options.device)
+    model, tokenizer = load_with_tokenizer(options.model, options.base, options.dtype, options.device, options.quantize)
     data = DataConfig(train=options.data, max_samples=options.prompts)
     rows, _ = build_datasets(data, tokenizer, text_config(model.base).vocab_size)
     with terminal.progress(terminal.make_console(stderr=True), "decoding") as report:

@@ -19,7 +19,9 @@ from specheads.models.named import Models
 def run(options: GenerateOptions) -> None:
     prompt = read_prompt(options.prompt)
     rule = as_rule(options.accept)  # refuses a bad name before a model is loaded
-    models = Models.load(options.model, base=options.base, dtype=options.dtype, device=options.device)
+    models = Models.load(
+        options.model, base=options.base, dtype=options.dtype, device=options.device, quantize=options.quantize
+    )
     shaped = options.tree is not None or options.accept is not None
     name, drafter = models.choose(options.draft, shaped=shaped)
     arguments = {

@@ -47,7 +47,9 @@ def run(options: TuneOptions) -> None:
     )  # fmt: skip
     results = []
     for name in options.models:
-        models = Models.load(name, base=options.base, dtype=options.dtype, device=options.device)
+        models = Models.load(
+            name, base=options.base, dtype=options.dtype, device=options.device, quantize=options.quantize
+        )
         texts = None if options.search is None else record_at(options.search, models)
         results.append({"model": name, **measure(models, config, output=options.output, recorded=texts)})
     if options.as_json:

@@ -29,7 +29,7 @@ REQUIRED = {
 }
 OPTIONAL = {
     "deepspeed": "ZeRO: the launch configs accelerate/zero1, zero2 and zero3",
-    "bitsandbytes": "bases in 4 or 8 bits (load_in_4bit, load_in_8bit)",
+    "bitsandbytes": "bases in 4 or 8 bits (quantize=4bit, quantize=8bit)",
     "openai": "rows that servers answer (self-distillation)",
     "matplotlib": "pictures of benchmarks and training curves",
     "xgrammar": "grammar-constrained generation",

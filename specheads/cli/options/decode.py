@@ -91,7 +91,4 @@ class ChatOptions(Settings, Placement, Output):
     """
 
     model: str = argument("MODEL", MODEL, named=True)
-    quantize: str | None = option(
-        None, "Load target and draft models in 4 or 8 bits, with bitsandbytes.", metavar="4bit|8bit"
-    )
     as_json: bool = option(False, "Print one JSON object per prompt and nothing else.", flags=("--json",))

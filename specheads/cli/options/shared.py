@@ -36,6 +36,10 @@ class Placement:
     )
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto: the GPU if there is one.")
     base: str | None = option(None, "Base model to use instead of the one the checkpoint names.")
+    quantize: str | None = option(
+        None, "Load target and draft models in 4 or 8 bits with bitsandbytes, or with int8 weights on a CPU.",
+        metavar="4bit|8bit|int8",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

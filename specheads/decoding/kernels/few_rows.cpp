@@ -4,7 +4,8 @@
 // A matrix is read from memory once, in the order it lies there, and asked for before it is needed. Some of its rows are
 // multiplied with some of the others at a time: all their sums stay in the processor's registers, and are added up
 // together at the end. bfloat16 is multiplied by the best instructions that the processor has: AMX (tiles of 16 × 32), dot
-// products of pairs (AVX512-BF16), or those of float32.
+// products of pairs (AVX512-BF16), or those of float32. A matrix of int8, with one factor a row of it, is widened to what
+// these multiply, which is exact, a vector or a tile at a time; its sums are multiplied with the factors.
 
 #ifdef __x86_64__
 // GCC would tune this for AMD's processors by reading a row anew for each of its products, and reads are what they lack.
@@ -91,6 +92,10 @@ Vector load(const at::BFloat16* elements, int64_t count = WIDTH) {
   return loaded;
 }
 
+Vector load(const int8_t* elements, int64_t count = WIDTH) {
+  return at::vec::convert<float>(at::vec::Vectorized<int8_t>::loadu(elements, count));
+}
+
 void store(const Vector& low, const Vector& high, float* to, int64_t count) {
   low.store(to, std::min(WIDTH, count));
   if (count > WIDTH) high.store(to + WIDTH, count - WIDTH);
@@ -114,14 +119,30 @@ struct Widened {
 };
 
 #ifdef HAS_PAIRS
+// The first `count` elements of 32 of bfloat16, and zeros.
+__m512i load_pairs(const at::BFloat16* elements, int64_t count) {
+  return count == 2 * WIDTH ? _mm512_loadu_si512(elements) : _mm512_maskz_loadu_epi16((1u << count) - 1, elements);
+}
+
+[[gnu::always_inline]] inline __m512i load_pairs(const int8_t* elements, int64_t count) {
+  const bool whole = count == 2 * WIDTH;
+  const uint32_t mask = whole ? ~0u : (1u << count) - 1;
+  const auto widened = [&](int part) __attribute__((always_inline)) {
+    const int8_t* const from = elements + part * WIDTH;
+    const __m128i loaded = whole ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))
+                                 : _mm_maskz_loadu_epi8(mask >> part * WIDTH, from);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(loaded));
+  };
+  return (__m512i)_mm512_cvtne2ps_pbh(widened(1), widened(0));
+}
+
+template <typename T>
 struct Pairs {
   using Row = at::BFloat16;
-  using Column = at::BFloat16;
+  using Column = T;
   static constexpr int64_t STEP = 2 * WIDTH;
-  static __m512i row(const at::BFloat16* elements, int64_t count) {
-    return count == STEP ? _mm512_loadu_si512(elements) : _mm512_maskz_loadu_epi16((1u << count) - 1, elements);
-  }
-  static __m512i column(const at::BFloat16* elements, int64_t count) { return row(elements, count); }
+  static __m512i row(const at::BFloat16* elements, int64_t count) { return load_pairs(elements, count); }
+  static __m512i column(const T* elements, int64_t count) { return load_pairs(elements, count); }
   static Vector add(const __m512i& row, const __m512i& column, const Vector& sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)column);
   }
@@ -240,19 +261,26 @@ void run(const Work& work, int64_t num_rows, int64_t column, int64_t end) {
   for (; column < end; ++column) all_rows<1>(work, 0, num_rows, column);
 }
 
-// The sums of some columns of all rows (rows, BLOCK), and their bias or none, → out.
+// What becomes of a column's sum: it is multiplied with a factor, and something is added to it. Each may be null.
+struct Finish {
+  const float *scale, *bias;
+  Vector operator()(Vector sum, int64_t column, int64_t count) const {
+    if (scale) sum = sum * Vector::loadu(scale + column, count);
+    return bias ? sum + Vector::loadu(bias + column, count) : sum;
+  }
+};
+
+// The sums (rows, BLOCK) of all rows and of `count` columns from the first on → out.
 template <typename T>
-void write(const float* sums, const float* bias, Rows<T> out, int64_t num_rows, int64_t count) {
+void write(const float* sums, const Finish& finish, int64_t first_column, Rows<T> out, int64_t num_rows, int64_t count) {
   for (int64_t r = 0; r < num_rows; ++r) {
     for (int64_t i = 0; i < count; i += 2 * WIDTH) {
       const int64_t left = std::min(count - i, 2 * WIDTH), low = std::min(left, WIDTH), high = left - low;
       const float* const from = sums + r * BLOCK + i;
-      Vector first = Vector::loadu(from, low), second = high ? Vector::loadu(from + WIDTH, high) : Vector(0.f);
-      if (bias) {
-        first = first + Vector::loadu(bias + i, low);
-        if (high) second = second + Vector::loadu(bias + i + WIDTH, high);
-      }
-      store(first, second, out[r] + i, left);
+      const int64_t column = first_column + i;
+      const Vector first = finish(Vector::loadu(from, low), column, low);
+      const Vector second = high ? finish(Vector::loadu(from + WIDTH, high), column + WIDTH, high) : Vector(0.f);
+      store(first, second, out[r] + column, left);
     }
   }
 }
@@ -272,7 +300,15 @@ void store_tile(void* to, int64_t stride) {
 // Products by AMX: a tile has 16 rows of the matrix as they lie there, by one of 16 pairs of elements of up to 16 rows,
 // which are rearranged once for that.
 class Tiles {
+  static constexpr int64_t SIDE = 16, STEP = 32;
+  static_assert(BLOCK == 2 * SIDE);
+
  public:
+  // A row of a tile of the matrix. Across two lines of the cache, writing and reading it would take twice as long.
+  struct alignas(64) Line {
+    at::BFloat16 elements[STEP];
+  };
+
   // `count` rows of `length` elements.
   Tiles(Rows<const at::BFloat16> rows, int64_t count, int64_t length)
       : length_(length), steps_((length + STEP - 1) / STEP), count_(count), columns_(std::min<int64_t>(count, SIDE)),
@@ -312,35 +348,63 @@ class Tiles {
     for (int64_t group = 2; group < groups_; group += 2) sums_of<false>(matrix, left, group, out);
   }
 
- private:
-  static constexpr int64_t SIDE = 16, STEP = 32, EARLY = 8;  // EARLY: how many steps ahead the matrix is asked for
-  static_assert(BLOCK == 2 * SIDE);
+  // The same of a matrix of int8, widened on the way for the first two groups, and kept in `wide` for the others.
+  void sums(Rows<const int8_t> matrix, int64_t left, float* out, std::vector<Line>& wide) const {
+    wide.resize((groups_ > 2 ? steps_ : 2) * BLOCK);
+    at::BFloat16* const to = wide.data()->elements;
+    sums_of<true>(matrix, left, 0, out, to);
+    for (int64_t group = 2; group < groups_; group += 2) sums_of<false>(matrix, left, group, out, to);
+  }
 
+ private:
   int64_t tile(int64_t group, int64_t step) const { return (group * steps_ + step) * SIDE * columns_; }
 
-  // Two tiles of the matrix by one or two of the rows. Tiles 0 to 3 are sums, 4 and 5 the matrix, 6 and 7 rows.
-  template <bool ASKS>
-  void sums_of(Rows<const at::BFloat16> matrix, int64_t left, int64_t group, float* out) const {
+  // Two tiles of the matrix by one or two of the rows. Tiles 0 to 3 are sums, 4 and 5 the matrix, 6 and 7 rows. FIRST: of
+  // the groups, which asks for the matrix and widens it.
+  template <bool FIRST, typename T>
+  void sums_of(Rows<const T> matrix, int64_t left, int64_t group, float* out, at::BFloat16* wide = nullptr) const {
+    constexpr bool WIDENS = std::is_same_v<T, int8_t>;
+    constexpr int64_t EARLY = 8 * STEP * 2 / sizeof(T);  // how many elements ahead the matrix is asked for
     const bool two = group + 1 < groups_;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t step = 0; step < steps_; ++step) {
-      const at::BFloat16* from = matrix[0] + step * STEP;
-      int64_t stride = matrix.stride;
+      const int64_t offset = step * STEP, count = std::min(STEP, length_ - offset);
+      const bool whole = left >= BLOCK && count == STEP;
+      if (FIRST && whole && (!WIDENS || step % 2 == 0)) {  // 64 bytes, or one of the next columns
+        const int64_t later = offset + EARLY;
+        const auto ahead = later < length_ ? matrix.from(0, later) : matrix.from(BLOCK, later - length_);
+        if (left >= (later < length_ ? BLOCK : 2 * BLOCK))
+          for (int64_t i = 0; i < BLOCK; ++i) {
+            if constexpr (WIDENS)
+              prefetch(ahead[i]);
+            else
+              _mm_prefetch(reinterpret_cast<const char*>(ahead[i]), _MM_HINT_T0);
+          }
+      }
+      const at::BFloat16* from;
+      int64_t stride = STEP;
       at::BFloat16 edge[BLOCK * STEP];
-      const int64_t count = std::min(STEP, length_ - step * STEP);
-      if (left < BLOCK || count < STEP) {
+      if constexpr (WIDENS) {
+        at::BFloat16* const to = wide + (groups_ > 2 ? step : step % 2) * BLOCK * STEP;
+        if (FIRST && whole) {
+#pragma GCC unroll 8
+          for (int64_t i = 0; i < BLOCK; ++i)
+            _mm512_storeu_si512(to + i * STEP, load_pairs(matrix[i] + offset, STEP));
+        } else if (FIRST) {
+          for (int64_t i = 0; i < std::min(BLOCK, left); ++i)
+            _mm512_storeu_si512(to + i * STEP, load_pairs(matrix[i] + offset, count));
+        }
+        from = to;
+      } else if (whole) {
+        from = matrix[0] + offset, stride = matrix.stride;
+      } else {
         std::fill(edge, edge + BLOCK * STEP, at::BFloat16(0.f));
         for (int64_t i = 0; i < std::min(BLOCK, left); ++i)
-          std::copy(from + i * stride, from + i * stride + count, edge + i * STEP);
-        from = edge, stride = STEP;
-      } else if constexpr (ASKS) {
-        const int64_t later = step + EARLY;  // or one of the next columns
-        const auto ahead = later < steps_ ? matrix.from(0, later * STEP) : matrix.from(BLOCK, (later - steps_) * STEP);
-        if (left >= (later < steps_ ? BLOCK : 2 * BLOCK))
-          for (int64_t i = 0; i < BLOCK; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead[i]), _MM_HINT_T0);
+          std::copy(matrix[i] + offset, matrix[i] + offset + count, edge + i * STEP);
+        from = edge;
       }
       load_tile<4>(from, 2 * stride);
       load_tile<5>(from + SIDE * stride, 2 * stride);
@@ -370,30 +434,30 @@ class Tiles {
 };
 #endif
 
-// out (M, N) = rows (M, K) by the transpose of a weight (N, K), plus the bias. What begin_thread() returns gives, called
-// with (first, count, sums), the sums (M, BLOCK) of `count` columns.
+// out (M, N) = rows (M, K) by the transpose of a weight (N, K), finished. What begin_thread() returns gives, called with
+// (first, count, sums), the sums (M, BLOCK) of `count` columns.
 template <typename T, typename Begin>
-void by_blocks(const at::Tensor& rows, const float* bias, at::Tensor& out, const Begin& begin_thread) {
+void by_blocks(const at::Tensor& rows, const Finish& finish, at::Tensor& out, const Begin& begin_thread) {
   const int64_t count = rows.size(0), width = out.size(1);
   const Rows<T> to{out.mutable_data_ptr<T>(), width};
   const int64_t grain = GRAIN / (BLOCK * (rows.size(1) + 1)) + 1;
   at::parallel_for(0, (width + BLOCK - 1) / BLOCK, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(count * BLOCK);
-    const auto block = begin_thread();
+    auto block = begin_thread();
     for (int64_t first = begin * BLOCK; first < std::min(end * BLOCK, width); first += BLOCK) {
       const int64_t columns = std::min(BLOCK, width - first);
       block(first, columns, sums.data());
-      write(sums.data(), bias ? bias + first : nullptr, to.from(0, first), count, columns);
+      write(sums.data(), finish, first, to, count, columns);
     }
   });
 }
 
 // The same, by vectors. T: of the result.
 template <typename How, typename T>
-void by_vectors(const at::Tensor& given_rows, const at::Tensor& weight, const float* bias, at::Tensor& out) {
+void by_vectors(const at::Tensor& given_rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out) {
   const at::Tensor rows = given_rows.to(c10::CppTypeToScalarType<typename How::Row>::value);
   const int64_t length = rows.size(1);
-  by_blocks<T>(rows, bias, out, [&] {
+  by_blocks<T>(rows, finish, out, [&] {
     return [&](int64_t first, int64_t columns, float* sums) {
       const Product<How> work{rows.const_data_ptr<typename How::Row>(),
                               weight.const_data_ptr<typename How::Column>() + first * length, length, length,
@@ -412,13 +476,18 @@ struct TilesOfThread {
   ~TilesOfThread() { Tiles::leave(); }
 };
 
-void by_tiles(const at::Tensor& rows, const at::Tensor& weight, const float* bias, at::Tensor& out) {
+template <typename T>
+void by_tiles(const at::Tensor& rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out) {
   const int64_t length = rows.size(1), width = weight.size(0);
-  const Rows<const at::BFloat16> matrix{weight.const_data_ptr<at::BFloat16>(), length};
+  const Rows<const T> matrix{weight.const_data_ptr<T>(), length};
   const Tiles tiles({rows.const_data_ptr<at::BFloat16>(), length}, rows.size(0), length);
-  by_blocks<at::BFloat16>(rows, bias, out, [&] {
-    return [thread = TilesOfThread(tiles), matrix, width](int64_t first, int64_t, float* sums) {
-      thread.tiles.sums(matrix.from(first), width - first, sums);
+  by_blocks<at::BFloat16>(rows, finish, out, [&] {
+    return [thread = TilesOfThread(tiles), wide = std::vector<Tiles::Line>(), matrix, width](
+               int64_t first, int64_t, float* sums) mutable {
+      if constexpr (std::is_same_v<T, int8_t>)
+        thread.tiles.sums(matrix.from(first), width - first, sums, wide);
+      else
+        thread.tiles.sums(matrix.from(first), width - first, sums);
     };
   });
 }
@@ -440,37 +509,55 @@ const std::vector<std::string>& instructions() {
   return known;
 }
 
-// rows (…, K) by the transpose of a linear layer's weight (N, K), and a bias (N) or none → (…, N) like rows. `by`: one of
-// the instructions, none for the best.
+// Products with a weight of T, float32 or bfloat16 as the rows are, or int8.
+template <typename T>
+void multiply(const at::Tensor& rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out,
+              [[maybe_unused]] std::string_view how) {
+  if constexpr (!std::is_same_v<T, at::BFloat16>)
+    if (rows.scalar_type() == at::kFloat) return by_vectors<Widened<T>, float>(rows, weight, finish, out);
+  if constexpr (!std::is_same_v<T, float>) {
+#ifdef HAS_AMX
+    if (how == "amx") return by_tiles<T>(rows, weight, finish, out);
+#endif
+#ifdef HAS_PAIRS
+    if (how == "avx512_bf16") return by_vectors<Pairs<T>, at::BFloat16>(rows, weight, finish, out);
+#endif
+    by_vectors<Widened<T>, at::BFloat16>(rows, weight, finish, out);
+  }
+}
+
+// rows (…, K) by the transpose of a linear layer's weight (N, K), and a bias (N) or none → (…, N) like rows. The weight
+// has the rows' dtype, or is int8 with a scale (N) of its rows. `by`: one of the instructions, none for the best.
 at::Tensor product(const at::Tensor& given_rows, const at::Tensor& given_weight, const std::optional<at::Tensor>& bias,
-                   std::optional<std::string_view> by) {
+                   std::optional<std::string_view> by, const std::optional<at::Tensor>& scale) {
   const int64_t length = given_weight.size(1), width = given_weight.size(0);
+  const bool narrow = given_weight.scalar_type() == at::kChar, wide = given_rows.scalar_type() == at::kFloat;
   TORCH_CHECK(given_rows.size(-1) == length, "rows of ", given_rows.size(-1), " elements by a matrix of ", length);
-  TORCH_CHECK(given_rows.scalar_type() == given_weight.scalar_type(), "rows and matrix must have one dtype");
+  TORCH_CHECK(wide || given_rows.scalar_type() == at::kBFloat16, "rows must be of float32 or bfloat16");
+  TORCH_CHECK(narrow || given_rows.scalar_type() == given_weight.scalar_type(), "rows and matrix must have one dtype");
+  TORCH_CHECK(narrow == scale.has_value(), "a matrix of int8 has a scale, and no other has");
+  for (const auto& one : {bias, scale})
+    TORCH_CHECK(!one || one->numel() == width, one ? one->numel() : 0, " numbers for ", width, " columns");
   auto shape = given_rows.sizes().vec();
   shape.back() = width;
   const int64_t count = c10::multiply_integers(shape.begin(), shape.end() - 1);
   const at::Tensor weight = given_weight.contiguous(), rows = given_rows.reshape({count, length}).contiguous();
   at::Tensor out = at::empty({count, width}, rows.options());
   if (!out.numel()) return out.view(shape);
-  const at::Tensor offset = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
-  const float* const added = bias ? offset.const_data_ptr<float>() : nullptr;
+  const auto floats = [](const std::optional<at::Tensor>& one) {
+    return one ? one->to(at::kFloat).contiguous() : at::Tensor();
+  };
+  const at::Tensor factors = floats(scale), offsets = floats(bias);
+  const Finish finish{scale ? factors.const_data_ptr<float>() : nullptr, bias ? offsets.const_data_ptr<float>() : nullptr};
   const std::vector<std::string>& known = instructions();
   const std::string how = by ? std::string(*by) : known.front();
   TORCH_CHECK(std::find(known.begin(), known.end(), how) != known.end(), "this processor has no ", how);
-  if (rows.scalar_type() == at::kFloat) {
-    by_vectors<Widened<float>, float>(rows, weight, added, out);
-#ifdef HAS_AMX
-  } else if (how == "amx") {
-    by_tiles(rows, weight, added, out);
-#endif
-#ifdef HAS_PAIRS
-  } else if (how == "avx512_bf16") {
-    by_vectors<Pairs, at::BFloat16>(rows, weight, added, out);
-#endif
-  } else {
-    by_vectors<Widened<at::BFloat16>, at::BFloat16>(rows, weight, added, out);
-  }
+  if (narrow)
+    multiply<int8_t>(rows, weight, finish, out, how);
+  else if (wide)
+    multiply<float>(rows, weight, finish, out, how);
+  else
+    multiply<at::BFloat16>(rows, weight, finish, out, how);
   return out.view(shape);
 }
 
@@ -643,7 +730,7 @@ std::vector<std::string> known_instructions() { return instructions(); }
 }  // namespace
 
 TORCH_LIBRARY(specheads, library) {
-  library.def("few_rows(Tensor rows, Tensor weight, Tensor? bias=None, str? by=None) -> Tensor");
+  library.def("few_rows(Tensor rows, Tensor weight, Tensor? bias=None, str? by=None, Tensor? scale=None) -> Tensor");
   library.def(
       "attention_of_few_rows(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, int last=0) -> Tensor");
   library.def("instructions() -> str[]", &known_instructions);

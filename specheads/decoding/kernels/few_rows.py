@@ -65,7 +65,7 @@ def load() -> None:
     CppCodeCache.load_async(source, submit_fn=announce)()
     torch.library.register_fake(
         "specheads::few_rows",
-        lambda rows, weight, bias=None, by=None: rows.new_empty(*rows.shape[:-1], weight.shape[0]),
+        lambda rows, weight, bias=None, by=None, scale=None: rows.new_empty(*rows.shape[:-1], weight.shape[0]),
     )
     torch.library.register_fake("specheads::attention_of_few_rows", lambda query, *others: torch.empty_like(query))
 
@@ -91,7 +91,9 @@ def available() -> bool:
 
 def few_row_layers(modules: Iterable[nn.Module], *, fewest_bytes: int | None = None) -> list[nn.Linear]:
     """The linear layers of these modules whose products can be ours: none without a compiler, or if all their weights
-    have fewer bytes (None: MIN_BYTES). Loads the operations, built if need be."""
+    have fewer bytes (None: MIN_BYTES). Loads the operations, built if need be.
+
+    Layers with `few_rows_inside` call ours by themselves (`Int8Linear`)."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     layers = [part for part in parts if _can_be_ours(part)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
@@ -112,7 +114,8 @@ def few_row_kernels(layers: Sequence[nn.Linear]) -> Iterator[None]:
         return
     before = _thread.active
     with _lock:
-        for layer in layers:
+        routed = [layer for layer in layers if type(layer).forward is nn.Linear.forward]
+        for layer in routed:
             _blocks[layer] = _blocks.get(layer, 0) + 1
             vars(layer)["forward"] = MethodType(forward, layer)
     _thread.active = True
@@ -121,7 +124,7 @@ def few_row_kernels(layers: Sequence[nn.Linear]) -> Iterator[None]:
     finally:
         _thread.active = before
         with _lock:
-            for layer in layers:
+            for layer in routed:
                 _blocks[layer] -= 1
                 if not _blocks[layer]:
                     del _blocks[layer]
@@ -134,6 +137,8 @@ def is_active() -> bool:
 
 
 def _can_be_ours(module: nn.Module) -> TypeGuard[nn.Linear]:
+    if getattr(module, "few_rows_inside", False):
+        return module.weight.device.type == "cpu"
     if type(module).forward is not nn.Linear.forward:
         return False
     weight = module.weight

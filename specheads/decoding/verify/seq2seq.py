@@ -229,8 +229,7 @@ class Seq2SeqTarget(Verifier):
                 logits = group_logits.new_zeros(*ids.shape, group_logits.shape[-1])
             logits[batch_rows] = group_logits
         if logits is None:
-            weight: Any = self.base.get_output_embeddings().weight
-            logits = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype, device=ids.device)
+            logits = torch.zeros(*ids.shape, vocabulary_size(self.base), dtype=self.base.dtype, device=ids.device)
         return logits
 
     def _pass(self, ids: Tensor, start: list[int], rows: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
 """Loading a language model and its tokenizer by name: which Auto class, in which dtype, on which device.
 
-A frozen base can be quantised to 4 or 8 bits with bitsandbytes, as in QLoRA (arXiv:2305.14314), and checkpoints of its
-heads record how; heads and adapters stay in floating point.
+A base can be quantised: to 4 or 8 bits with bitsandbytes, as in QLoRA (arXiv:2305.14314), or to int8 weights for a CPU.
+Checkpoints of its heads record how; heads and adapters stay in floating point.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from transformers.utils import logging as hf_logging
 
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.hub import record_commit
+from specheads.models.base.int8 import METHOD, Int8Config
 from specheads.models.config import SpecConfig
-from specheads.options import reason, shown
+from specheads.options import OptionError, reason, shown
 
+QUANTIZE = ("4bit", "8bit", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LARGE = (
     10**8
@@ -42,14 +44,18 @@ _LOCATION = (
 
 
 def load_language_model(
-    name: str | os.PathLike[str], *, class_name: str | None = None, **options: Any
+    name: str | os.PathLike[str], *, class_name: str | None = None, quantize: str | None = None, **options: Any
 ) -> PreTrainedModel:
     """A decoder-only, image-text or encoder-decoder model, chosen by its config, from a folder or hub id.
 
-    class_name: the model's class, in case its config has one with images and one without. options: of
-    from_pretrained(). ValueError for a model of another kind; OSError if there is none.
+    class_name: the model's class, in case its config has one with images and one without. quantize: one of QUANTIZE.
+    options: of from_pretrained(). ValueError for a model of another kind or an unknown quantisation, OSError if there
+    is no model, ImportError without bitsandbytes.
     """
     location = {key: options[key] for key in _LOCATION if key in options}
+    if quantize is not None:
+        dtype = as_dtype(options.get("dtype")) or getattr(load_config(name, **location), "dtype", None)
+        options["quantization_config"] = quantization(quantize, dtype or torch.float32)
     try:
         config = load_config(name, **location)
     except OSError:  # an adapter's folder has no config; transformers loads its base
@@ -153,22 +159,33 @@ def settle_dtype(base: PreTrainedModel, device: torch.device) -> None:
 
     On a CPU it is made float32, unless it is in bfloat16, the processor is fast at that, and it has LARGE weights.
     """
-    if device.type != "cpu" or getattr(base, "is_quantized", False):
+    if device.type != "cpu" or (getattr(base, "is_quantized", False) and not is_int8(base)):
         return
     stays = base.dtype == torch.bfloat16 and bfloat16_is_fast(device) and base.num_parameters() >= LARGE
     if not stays:
-        base.float()
+        torch.nn.Module.float(base)  # transformers' own refuses all that is quantised
 
 
-def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """The quantisation config. bits 4: NF4, computed in `dtype`; 8: LLM.int8. ImportError without bitsandbytes."""
+def quantization(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig | Int8Config:
+    """The quantisation config. 4bit: NF4, computed in `dtype`; 8bit: LLM.int8; int8: weights of int8 on a CPU.
+
+    ValueError for other names; ImportError without bitsandbytes, which the first two need."""
+    if quantize not in QUANTIZE:
+        raise OptionError(f"{{quantize}} is unknown; expected {', '.join(QUANTIZE)}", quantize=quantize)
+    if quantize == "int8":
+        return Int8Config()
     if not is_bitsandbytes_available():
-        raise ImportError(f"load_in_{bits}bit needs bitsandbytes: pip install bitsandbytes")
-    if bits == 8:
+        raise ImportError(f"quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
+    if quantize == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
     )
+
+
+def is_int8(base: Any) -> bool:
+    """Was this base loaded with int8 weights for a CPU?"""
+    return (quantization_of(base) or {}).get("quant_method") == METHOD
 
 
 def quantization_of(base: Any) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.decoding.kernels.int8_linear import applied_weight
 from specheads.decoding.verify.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
 from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
@@ -273,7 +274,7 @@ def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
     """The base's output matrix (V, H). user: the file or format that drafts with it. CheckpointError if it cannot be
     used."""
     layer = base.get_output_embeddings()
-    weight = layer.weight
+    weight = applied_weight(layer)
     assert isinstance(weight, Tensor)
     if getattr(layer, "bias", None) is not None or weight.shape[-1] != text_config(base).hidden_size:
         raise CheckpointError(f"{user} uses the base's output layer, which is more than a matrix over the hidden size")

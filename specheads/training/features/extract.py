@@ -84,7 +84,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
         base_bytes = frozen_weights.kept_bytes(whole, base_dtype(config, recipe))
         confirm_size(folder, tokens, token_bytes, base_bytes, ask)
     base = load_base(recipe).eval()
-    if recipe.bits is None:  # a quantised base is loaded onto its device
+    if recipe.quantize is None:  # a quantised base is loaded onto its device
         base = base.to(state.device)
     index = Index(
         taps=taps, dtype=_dtype_name(options.dtype, base), teacher_probs=parse_teacher_probs(options.teacher_probs),

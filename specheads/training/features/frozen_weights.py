@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from specheads.decoding.kernels.int8_linear import Int8Linear, applied_weight
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.layers.block import final_norm
 from specheads.models.base.loading import auto_class
@@ -46,12 +47,18 @@ def _kept(base: PreTrainedModel) -> dict[str, Tensor]:
     ids = torch.arange(len(embed.weight), device=embed.weight.device)
     # The module's outputs, not its matrix: some modules scale it (Gemma).
     tensors = {"embed": torch.cat([embed(part) for part in ids.split(4096)])}
-    if not _same(lm_head.weight, tensors["embed"], embed):
-        tensors["lm_head.weight"] = lm_head.weight
+    output = applied_weight(lm_head).to(embed.weight.dtype)
+    if not _same(output, tensors["embed"], embed):
+        tensors["lm_head.weight"] = output
     if getattr(lm_head, "bias", None) is not None:
         tensors["lm_head.bias"] = lm_head.bias
     if layers is not None:  # 3-D weights are experts, which do not initialise a head
         tensors |= {f"layer.{name}": p for name, p in layers[-1].named_parameters() if p.ndim <= 2}
+        tensors |= {
+            f"layer.{name}.weight": applied_weight(module).to(embed.weight.dtype)
+            for name, module in layers[-1].named_modules()
+            if isinstance(module, Int8Linear)
+        }
     if norm is not None:
         tensors |= {f"norm.{name}": p for name, p in norm.named_parameters()}
     return tensors

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specheads.data.datasets import build_datasets
 from specheads.hub import hub_options
@@ -14,7 +13,6 @@ from specheads.models.base.loading import (
     load_config,
     load_language_model,
     load_tokenizer,
-    quantization,
     stop_ids,
 )
 from specheads.training.recipe.recipe import Recipe
@@ -22,14 +20,9 @@ from specheads.training.recipe.recipe import Recipe
 
 def load_base(recipe: Recipe) -> PreTrainedModel:
     hub = hub_options(recipe.base)
-    dtype: Any = as_dtype(recipe.base_dtype) or "auto"
-    options: dict[str, Any] = {**hub, "dtype": dtype}
+    options: dict[str, Any] = {**hub, "dtype": as_dtype(recipe.base_dtype) or "auto", "quantize": recipe.quantize}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
-    if recipe.bits is not None:
-        if dtype == "auto":
-            dtype = getattr(AutoConfig.from_pretrained(recipe.base, **hub), "dtype", None) or torch.float32
-        options["quantization_config"] = quantization(recipe.bits, dtype)
     return load_language_model(recipe.base, **options)
 
 

@@ -24,22 +24,23 @@ class RecipeError(ValueError):
 
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["4bit", "8bit", "int8"]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What one run of train/heads.py does.
 
-    base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the base
-    was saved in); load_in_4bit, load_in_8bit: quantise the base with bitsandbytes (with lora: QLoRA);
-    attn_implementation: the base's. features: a folder of saved features, used instead of base, data and their options,
-    which are then ignored. head: {kind: …, options}. init_from: a head checkpoint to continue from, instead of a new
-    head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last one in output_dir, if any.
-    early_stopping: how many evaluations without a better training.metric_for_best_model end the run. launch: what the
-    launcher is expected to have started. parity: the comparison with real decoding at the end of the run;
-    parity.prompts=0 skips it. evaluation_share: how many rows evaluations may have as a share of those trained on, and
-    the parity gate as a share of training's time; null: no bound. lora: adapters on the base that train with the head,
-    see JointConfig.
+    base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
+    base was saved in); quantize: the base's weights, to 4bit or 8bit with bitsandbytes (with lora: QLoRA), or to int8
+    on a CPU; attn_implementation: the base's. features: a folder of saved features, used instead of base, data and
+    their options, which are then ignored. head: {kind: …, options}. init_from: a head checkpoint to continue from,
+    instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last one in
+    output_dir, if any. early_stopping: how many evaluations without a better training.metric_for_best_model end the
+    run. launch: what the launcher is expected to have started. parity: the comparison with real decoding at the end
+    of the run; parity.prompts=0 skips it. evaluation_share: how many rows evaluations may have as a share of those
+    trained on, and the parity gate as a share of training's time; null: no bound. lora: adapters on the base that
+    train with the head, see JointConfig.
     """
 
     training: dict[str, Any]
@@ -49,8 +50,7 @@ class Recipe:
     head: HeadConfig | None = None
     base_dtype: DType = "auto"
     head_dtype: DType = "float32"
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
+    quantize: Quantize | None = None
     attn_implementation: str | None = None
     init_from: str | None = None
     early_stopping: int | None = None
@@ -74,8 +74,6 @@ class Recipe:
             raise RecipeError(
                 f"evaluation_share={self.evaluation_share}: expected a share above 0, such as 0.1, or null"
             )
-        if self.load_in_4bit and self.load_in_8bit:
-            raise RecipeError("load_in_4bit and load_in_8bit are both true: give one of them")
         if (self.head is None) == (self.init_from is None):
             raise RecipeError(
                 "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to continue from), not "
@@ -112,11 +110,6 @@ class Recipe:
             name: value for name, value in self.training.items() if _plain(value) and not name.endswith("_token")
         }
         return yaml.safe_dump(changed(self) | {n: part for n, part in sections.items() if part}, sort_keys=False)
-
-    @property
-    def bits(self) -> int | None:
-        """Bits per weight of the base's layers; None if it is not quantised."""
-        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Recipe:

@@ -37,7 +37,7 @@ def test_transformers_dflash_decoding_accepts_as_much_in_every_step(tmp_path, mo
     base = tiny_llama()
     text = base.generate(torch.tensor([[7], [31], [55]]), do_sample=False, max_new_tokens=40, min_new_tokens=40)
     model = made(base, "parallel", **{**DFLASH, "block_size": 6}).train()
-    taught(model, text, 40, 2e-2)
+    taught(model, text, 60, 2e-2)
     model.eval().export(tmp_path / "out", "dflash")
     accepted, own = [], DFlashTokenCandidateGenerator.get_candidates
 

@@ -30,6 +30,7 @@ def test_every_kind_of_head_and_every_form_that_is_read_is_mutated():
         "Eagle3": "eagle3, vllm", "ModelOpt": "eagle3, modelopt", "SpeculatorsEagle3": "eagle3, speculators",
         "SpeculatorsBlocks": "dspark", "SpeculatorsDFlash": "dflash, speculators", "Eagle": "eagle",
         "Medusa": "medusa, v2", "VllmMedusa": "medusa, vllm", "Hydra": "hydra++", "DFlash": "dflash, z-lab",
-        "DeepSpec": "deepspec", "Shipped": "mtp",
+        "DeepSpec": "deepspec", "Shipped": "mtp", "DFlash2": "dflash2", "SpeculatorsDFlash2": "dflash2, speculators",
+        "Domino": "domino",
     }  # fmt: skip
     assert readable == set(mutated) and set(mutated.values()) <= set(MAKERS)

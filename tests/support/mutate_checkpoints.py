@@ -108,6 +108,9 @@ MAKERS = {
     "dflash, z-lab": lambda folder, base: foreign_blocks.head(folder, "z-lab"),
     "dflash, modelopt": lambda folder, base: foreign_blocks.head(folder, "modelopt"),
     "jetspec": lambda folder, base: foreign_blocks.head(folder, "jetspec"),
+    "dflash2": lambda folder, base: foreign_blocks.head(folder, "dflash2"),
+    "dflash2, speculators": lambda folder, base: foreign_blocks.head(folder, "dflash2-sp"),
+    "domino": lambda folder, base: foreign_blocks.head(folder, "domino"),
     "deepspec": lambda folder, base: foreign_blocks.head(folder, "deepspec", base=base),
     "mtp": modules_of_a_model,
 }

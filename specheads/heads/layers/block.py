@@ -28,7 +28,7 @@ from specheads.heads.layers.windows import for_each_block
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
 Attend = Callable[["DecoderBlock", int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
-AttendSlots = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # slots' keys, values → all of them, the mask
+AttendSlots = Callable[[Tensor, Tensor, Tensor], Tensor]  # slots' queries, keys, values → attention output
 
 
 class RMSNorm(nn.RMSNorm):
@@ -156,10 +156,7 @@ class ContextBlock(DecoderBlock):
     def attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: AttendSlots) -> Tensor:
         """Normed slots (B, K, H) → attention output (B, heads, K, d)."""
         q = self.q_norm(self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))).transpose(1, 2)
-        keys, values, mask = attend(*self.keys_values(x, rotary))
-        group = self.num_heads // self.num_key_value_heads
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        return F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask)
+        return attend(rotate(q, *rotary), *self.keys_values(x, rotary))
 
 
 def attend_with(cache: TreeCache, masks: Sequence[Tensor | None]) -> Attend:

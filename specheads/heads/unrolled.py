@@ -92,9 +92,6 @@ class UnrolledHead(DraftHead):
         """The share of a row's tokens at which an unrolled step is trained."""
         return anchored_share(self.config.anchors, self.config.anchor_first, length, step)
 
-    def unrolled_starts(self, length: int) -> int:
-        return (self.config.steps - 1) * min(self.config.anchors or length, length)
-
     def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node costs time, and chains were fastest (docs/LOG.md); on a GPU some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)

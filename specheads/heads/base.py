@@ -75,7 +75,7 @@ class DraftHead(nn.Module, Drafter, ABC):
     A subclass sets `Config` and implements
       training: `loss`, `scored_depths`, and `draft_logits`, `output_parameters` unless it drafts by the base's matrix;
       drafting: `usual_plan`, `propose`.
-    It overrides the others where their defaults do not hold: `attends`, `target_ids`, `passes`, `unrolled_starts`,
+    It overrides the others where their defaults do not hold: `attends`, `target_ids`, `passes`,
     `refuse_unfit`, `copy_frozen_weights`, `initialise`.
     """
 
@@ -145,10 +145,6 @@ class DraftHead(nn.Module, Drafter, ABC):
     def passes(self, length: int) -> float:
         """How often training applies the head's matrices to each token of a row of `length` tokens."""
         return 1.0
-
-    def unrolled_starts(self, length: int) -> int:
-        """How many queries a row of `length` tokens has in all training-time-test steps after the first."""
-        return 0
 
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel if this kind of head cannot learn from this base."""

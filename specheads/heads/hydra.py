@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
-from specheads.decoding.verify.masks import additive, gather_nodes
+from specheads.decoding.verify.masks import gather_nodes
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads.base import TapBatch
 from specheads.heads.config import DecoderConfig
@@ -26,10 +26,10 @@ from specheads.heads.layers.block import (
     RMSNorm,
     copy_layer,
     copy_norm,
-    document_mask,
     final_norm,
     read_committed,
 )
+from specheads.heads.layers.row_attention import RowMask
 from specheads.heads.medusa import MedusaConfig, MedusaHead, ResBlock
 from specheads.losses.targets import DraftTargets
 
@@ -144,8 +144,7 @@ class HydraHead(MedusaHead):
         hidden, embedded = batch.features.to(self.dtype), batch.embed(batch.tokens).to(self.dtype)
         if self.prefix is not None:
             (reach,), position = self.config.reaches, batch.position_ids
-            seen = document_mask(batch.documents) & reach(position.unsqueeze(2), position.unsqueeze(1))
-            mask = additive(seen, hidden.dtype)
+            mask = RowMask(batch.documents, position, reach)
             self.prefix.rotary.ensure(int(batch.position_ids.max()) + 1, hidden)
 
             def attend(

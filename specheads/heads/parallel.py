@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.cache import TreeCache
+from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import UnsupportedModel, layer_count, logits_of, refuse_more_than_lm_head
 from specheads.decoding.verify.masks import additive, visible
 from specheads.heads.base import TapBatch
@@ -39,15 +41,15 @@ from specheads.heads.block_logits import BlockLogits, BlockOptions, Embed
 from specheads.heads.layers.block import ContextBlock, RMSNorm, copy_norm, final_norm, keep_committed, soften
 from specheads.heads.layers.convolution import ConvolvedBlock
 from specheads.heads.layers.domino import base_share
+from specheads.heads.layers.row_attention import RowMask, row_attention
 from specheads.heads.sampling import AnchoredBlocks
 from specheads.heads.vocabulary import check_draft_vocabulary
 from specheads.losses.chunked import calls_of_all
 from specheads.losses.targets import tokens_left
 
-# Slots of a training row per pass. Blocks are masked from one another, so too many slots waste attention; too few leave
-# a GPU idle.
+# Slots of a training row per pass: enough for a GPU, and few enough for a CPU's cache.
 SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
-Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -215,11 +217,11 @@ class ParallelHead(BlockLogits):
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
     def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, keys, values): the slots' own →
-        all keys and values that they attend, and the mask."""
+        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, queries, keys, values): of
+        the slots → attention output."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
-            x = self.maybe_checkpoint(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
+            x = self.maybe_checkpoint(layer, x, rotary, partial(attend, i))
         return self.norm(x)
 
     # Training
@@ -231,28 +233,24 @@ class ParallelHead(BlockLogits):
         self.rotary.ensure(int(batch.position_ids.max()) + size, context)
         rotary = self.rotary(batch.position_ids)
         context_keys_values = [layer.keys_values(context, rotary) for layer in self.decoder]  # type: ignore[operator]
-        column, slot = (torch.arange(n, device=context.device) for n in (batch.tokens.shape[1], size))
-        inside = torch.ones(size, size, device=context.device)
-        forms = list(zip(self.config.reaches, self.config.causal_layers, strict=True))
+        slot = torch.arange(size, device=context.device)
+        inside = torch.ones(size, size, dtype=torch.bool, device=context.device)
         outputs = []
         at_once = SLOTS_AT_ONCE.get(context.device.type, SLOTS_AT_ONCE["cpu"])
         parts = list(blocks.anchors.split(max(1, at_once // size), 1))
         parts += [blocks.anchors[:, :0]] * (calls_of_all(len(parts), context.device) - len(parts))
         for anchors in parts:
             number = anchors.shape[1]
-            same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
-            before = (same & (column < anchors.unsqueeze(2))).repeat_interleave(size, 1)  # (B, A · K, T)
             position = (batch.position_ids.gather(1, anchors).unsqueeze(2) + slot).flatten(1)
-            eye = torch.eye(number, device=context.device)
-            masks = {}
-            for reach, causal in dict.fromkeys(forms):
-                seen = before & reach(position.unsqueeze(2), batch.position_ids.unsqueeze(1))
-                same_block = torch.kron(eye, inside.tril() if causal else inside).bool()
-                masks[reach, causal] = torch.cat([seen, same_block.expand(len(anchors), -1, -1)], 2).unsqueeze(1)
+            # A block reads the features of the positions before its anchor.
+            column, ahead = (anchors - 1).clamp_min(0).repeat_interleave(size, 1), slot.repeat(number) + 1
 
-            def attend(i: int, k: Tensor, v: Tensor, masks: Any = masks) -> tuple[Tensor, Tensor, Tensor]:
+            def attend(i: int, q: Tensor, k: Tensor, v: Tensor, column: Tensor = column, ahead: Any = ahead) -> Tensor:
                 keys, values = context_keys_values[i]
-                return torch.cat([keys, k], 2), torch.cat([values, v], 2), masks[forms[i]]
+                mask = RowMask(batch.documents, batch.position_ids, self.config.reaches[i], column, ahead)
+                block = inside.tril() if self.config.causal_layers[i] else inside
+                own = block.repeat(len(ahead) // size, 1).unsqueeze(0)
+                return row_attention(q, (keys, k), (values, v), mask, shared=size, own_mask=own)
 
             x = self.slots(batch.tokens.gather(1, anchors), size, batch.embed)
             outputs.append(self(x, position, attend).unflatten(1, (number, size))[:, :, self.config.silent_slots :])
@@ -326,8 +324,8 @@ class ParallelHead(BlockLogits):
             block = inside.tril() if causal else inside
             masks[reach, causal] = additive(visible(block, slot, cache.lengths, cache.attended, reach), self.dtype)
 
-        def attend(i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return *cache.update(k, v, i), masks[forms[i]]
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return grouped_attention(q, *cache.update(k, v, i), masks[forms[i]])
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
         hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)[:, config.silent_slots :]

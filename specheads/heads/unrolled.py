@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +21,11 @@ from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.hf_base import layer_count
-from specheads.decoding.verify.masks import Levels, Reach, additive, gather_nodes
+from specheads.decoding.verify.masks import Levels, gather_nodes
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.config import DecoderConfig, HeadConfig
-from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, document_mask, read_committed
+from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, read_committed
+from specheads.heads.layers.row_attention import RowMask
 from specheads.heads.layers.windows import attended_steps, for_each_block
 from specheads.heads.sampling import AnchoredStarts, anchored_share, check_anchors
 from specheads.losses.targets import DraftTargets
@@ -91,9 +91,6 @@ class UnrolledHead(DraftHead):
     def passes_of(self, step: int, length: int) -> float:
         """The share of a row's tokens at which an unrolled step is trained."""
         return anchored_share(self.config.anchors, self.config.anchor_first, length, step)
-
-    def unrolled_starts(self, length: int) -> int:
-        return (self.config.steps - 1) * min(self.config.anchors or length, length)
 
     def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node costs time, and chains were fastest (docs/LOG.md); on a GPU some 60 nodes are nearly free.
@@ -171,18 +168,11 @@ class FeatureHead(UnrolledHead):
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
         embedded = self.embed(batch.tokens, batch.embed)
         self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
-        seen, position, first = document_mask(batch.documents), batch.position_ids, batch.position_ids.unsqueeze(1)
-        length = position.shape[1]
+        position, length = batch.position_ids, batch.tokens.shape[1]
         column = torch.arange(length, device=hidden.device).expand_as(position)
         asked = anchored.columns if anchored is not None and anchored.depth == 0 else None
-        reaches, whole = self.config.reaches, additive(seen, hidden.dtype)
-
-        def mask_of(reach: Reach, step: int) -> Tensor:
-            """(B, 1, T or A, T) the additive mask of a step over the keys of step 0."""
-            if reach.kind == "full":
-                return whole
-            return additive(seen & reach((position + step).unsqueeze(2), first), hidden.dtype)
-
+        reaches = self.config.reaches
+        masks = [RowMask(batch.documents, batch.position_ids, reach) for reach in reaches]  # over the keys of step 0
         keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
@@ -190,8 +180,8 @@ class FeatureHead(UnrolledHead):
             # At step 0 the last block may compute the anchors alone; later blocks read all outputs of earlier ones.
             columns = asked if i == len(self.blocks) - 1 and not keys[i] else None
             out, key, value = self.maybe_checkpoint(
-                block.unrolled, x, residual, rotary, masks[i], attended_steps(keys[i], reaches[i]),
-                attended_steps(values[i], reaches[i]), columns,
+                block.unrolled, x, residual, rotary, replace(masks[i], ahead=len(keys[i])),
+                attended_steps(keys[i], reaches[i]), attended_steps(values[i], reaches[i]), columns,
             )  # fmt: skip
             keys[i], values[i] = (*keys[i], key), (*values[i], value)
             return out
@@ -200,10 +190,8 @@ class FeatureHead(UnrolledHead):
         for s in range(steps):
             if s == 1 and anchored is not None:
                 column, position = anchored.columns, position.gather(1, anchored.columns)
-                seen = seen.gather(1, column.unsqueeze(2).expand(-1, -1, length))
-                whole = additive(seen, hidden.dtype)
+                masks = [replace(mask, columns=column) for mask in masks]
                 hidden = hidden if anchored.depth == 0 else gather_nodes(hidden, column)
-            masks = for_each_block(reaches, partial(mask_of, step=s))
             following = gather_nodes(embedded, (column + s + 1) % length)
             outputs.append(self(attend, following, hidden, position + s))
             hidden = self.next_hidden(outputs[-1])

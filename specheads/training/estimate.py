@@ -18,6 +18,7 @@ import torch
 from specheads.decoding.verify.hf_base import text_config
 from specheads.decoding.verify.taps import decoder_layers
 from specheads.heads import DraftHead
+from specheads.heads.layers.row_attention import queries_of_part
 from specheads.hub import hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
@@ -156,6 +157,7 @@ class _Sizes:
         self.base_bytes, self.head_bytes = (_bytes(d, saved_dtype) for d in (recipe.base_dtype, recipe.head_dtype))
         self.tokens = training.get("per_device_train_batch_size", 8) * self.length
         self.hidden, self.layers, self.taps = text.hidden_size, text.num_hidden_layers, len(self.head.layers)
+        self.heads = getattr(text, "num_attention_heads", None) or 8
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
         self.block = 14 * self.hidden + 3 * self.inner  # what a layer keeps of a token for its backward pass
         self.passes = self.head.passes(self.length)  # of the head, per token
@@ -210,7 +212,7 @@ def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dic
     memory = {
         "base": base / share, "head": head / share, "gradients": head / gradients_share,
         "optimizer": (2 * sizes.trained - sizes.matrices) * 4 / optimizer_share,
-        "activations": sizes.tokens * sizes.base_bytes * kept + _unrolled_attention(sizes),
+        "activations": sizes.tokens * sizes.base_bytes * kept + _attention_scores(sizes),
         # A chunk's logits with the tensors of the loss, and output gradients in float32.
         "loss": 3 * 4 * chunk * sizes.logits + 4 * sizes.output,
     }  # fmt: skip
@@ -232,14 +234,13 @@ def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dic
     return memory
 
 
-def _unrolled_attention(sizes: _Sizes) -> float:
-    """Bytes of the attention weights that training-time-test steps after the first keep, in float32 and bfloat16: of
-    all those steps, or of the one being recomputed."""
-    config: Any = sizes.head.config
-    starts = sizes.head.unrolled_starts(sizes.length)
-    if sizes.recomputed and starts:
-        starts = min(starts, config.anchors or sizes.length, sizes.length)
-    return starts * 6 * config.num_attention_heads * sizes.tokens if starts else 0
+def _attention_scores(sizes: _Sizes) -> float:
+    """Bytes of the attention scores of one part of the head's queries, their gradient and their weights, in float32."""
+    if not sizes.head.attends:
+        return 0
+    heads = (getattr(sizes.head.config, "num_attention_heads", None) or sizes.heads) * sizes.tokens // sizes.length
+    part = min(queries_of_part(heads, sizes.length, torch.device("cuda")), sizes.length)
+    return 3 * 4 * heads * part * sizes.length
 
 
 def _output(head: DraftHead) -> int:

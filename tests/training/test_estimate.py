@@ -74,12 +74,21 @@ def test_recomputed_activations_are_not_kept(switch, material, tmp_path):
         )
         return estimate(recipe).memory["activations"] * GIB
 
-    tokens, hidden, block, attention = 2 * 32, 32, 14 * 32 + 3 * 48, 6 * 4 * 32 * 32 * 2
-    # Of two passes the inputs stay and one is whole; of the only later one the attention weights.
+    tokens, hidden, block = 2 * 32, 32, 14 * 32 + 3 * 48
+    # Of two passes the inputs stay and one is whole.
     saved = activations() - activations(f"training.{switch}=true")
     assert saved == pytest.approx(tokens * 4 * (2 * block - (block + 2 * 2 * hidden)))
     three, less = activations("head.steps=3"), activations("head.steps=3", f"training.{switch}=true")
-    assert three - less == pytest.approx(tokens * 4 * (3 * block - (block + 3 * 2 * hidden)) + attention)
+    assert three - less == pytest.approx(tokens * 4 * (3 * block - (block + 3 * 2 * hidden)))
+
+
+def test_attention_of_a_head_takes_memory_linear_in_the_rows_length(material, tmp_path):
+    def activations(length):
+        more = [f"data.max_length={length}", "head.anchors=null", "head.steps=7"]
+        recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))
+        return estimate(recipe).memory["activations"]
+
+    assert activations(1 << 20) == pytest.approx(16 * activations(1 << 16), rel=0.25)
 
 
 def test_muon_keeps_one_moment_of_the_matrices_inside_the_head(material, tmp_path):

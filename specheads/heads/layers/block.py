@@ -1,12 +1,13 @@
 """The decoder blocks of heads: how they are initialised from the base, their masks in training, their KV cache.
 
 RMSNorm, RoPE, grouped-query attention, SwiGLU. Shapes: B batch rows, T positions, P new positions, K slots of a
-parallel head's block, H hidden, d head size, s earlier steps.
+parallel head's block, H hidden, d head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,12 +22,13 @@ from specheads.decoding.verify.grouped_attention import grouped_attention
 from specheads.decoding.verify.hf_base import decoder_of
 from specheads.decoding.verify.masks import Reach, additive, gather_nodes
 from specheads.heads.layers.rope import RotaryTable, rotate
+from specheads.heads.layers.row_attention import RowMask, row_attention
 from specheads.heads.layers.windows import for_each_block
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
 Attend = Callable[["DecoderBlock", int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
-AttendSlots = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # slots' keys, values → all of them, the mask
+AttendSlots = Callable[[Tensor, Tensor, Tensor], Tensor]  # slots' queries, keys, values → attention output
 
 
 class RMSNorm(nn.RMSNorm):
@@ -112,33 +114,20 @@ class DecoderBlock(nn.Module):
         return self.finish(F.scaled_dot_product_attention(q, keys, values, is_causal=True), residual)
 
     def unrolled(
-        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor,
+        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: RowMask,
         keys: tuple[Tensor, ...] = (), values: tuple[Tensor, ...] = (), columns: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """One step of training-time test: query i attends to step 0's keys 0 … i under mask (B, 1, T, T), and to key i
-        of each later step.
+        """One step of training-time test: query i attends to step 0's keys under the mask, and to key i of each later
+        step.
 
-        keys, values: those of the earlier steps, each (B, heads, T, d). columns (B, A), of step 0: compute the output
-        at these alone. Returns the output (B, T or A, H), and this step's keys and values. EAGLE-3, arXiv:2503.01840.
+        keys, values: those of the earlier steps, each (B, kv heads, T, d). columns (B, A), of step 0: compute the
+        output at these alone. Returns the output (B, T or A, H), and this step's keys and values. EAGLE-3,
+        arXiv:2503.01840.
         """
         q, k, v = self.qkv(x, rotary, columns)
         if columns is not None:
-            residual = gather_nodes(residual, columns)
-            mask = gather_nodes(mask.squeeze(1), columns).unsqueeze(1)
-        group = self.num_heads // self.num_key_value_heads
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        first_key, *later_keys = *keys, k
-        first_value, *later_values = *values, v
-        if not later_keys:
-            return self.finish(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), residual), k, v
-        scale = self.head_dim**-0.5
-        past = q @ first_key.transpose(-1, -2) * scale + mask
-        diagonal = torch.stack([(q * key).sum(-1) * scale for key in later_keys], -1)  # (B, heads, T, s)
-        weights = torch.cat([past, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        attended = weights[..., : past.shape[-1]] @ first_value
-        for s, value in enumerate(later_values):
-            attended = attended + weights[..., past.shape[-1] + s].unsqueeze(-1) * value
-        return self.finish(attended, residual), k, v
+            residual, mask = gather_nodes(residual, columns), replace(mask, columns=columns)
+        return self.finish(row_attention(q, (*keys, k), (*values, v), mask), residual), k, v
 
 
 class ContextBlock(DecoderBlock):
@@ -167,17 +156,7 @@ class ContextBlock(DecoderBlock):
     def attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: AttendSlots) -> Tensor:
         """Normed slots (B, K, H) → attention output (B, heads, K, d)."""
         q = self.q_norm(self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))).transpose(1, 2)
-        keys, values, mask = attend(*self.keys_values(x, rotary))
-        group = self.num_heads // self.num_key_value_heads
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        return F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """(B, T) document ids → (B, T, T) bool: causal within each document."""
-    column = torch.arange(documents.shape[1], device=documents.device)
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return same & (column <= column.unsqueeze(1))
+        return attend(rotate(q, *rotary), *self.keys_values(x, rotary))
 
 
 def attend_with(cache: TreeCache, masks: Sequence[Tensor | None]) -> Attend:

@@ -14,11 +14,11 @@ k nodes of a level, K attended slots, n modules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Plan
@@ -29,12 +29,12 @@ from specheads.decoding.verify.hf_base import refuse_more_than_lm_head
 from specheads.decoding.verify.masks import Levels, Reach, additive, gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import final_norm, keep_committed, soften
+from specheads.heads.layers.row_attention import RowMask
 from specheads.heads.mtp.config import MtpConfig
+from specheads.heads.mtp.row_layers import Keys, StepCache, StepMask, layers_over_row
 from specheads.heads.mtp.target_layers import LayerCall, TargetLayers
 from specheads.heads.sampling import AnchoredStarts
 from specheads.heads.unrolled import UnrolledHead
-
-Keys = dict[int, tuple[Tensor, Tensor]]  # slot of a layer → its keys and values (B, heads, positions, d)
 
 
 class MtpModule(nn.Module):
@@ -49,6 +49,7 @@ class MtpModule(nn.Module):
         first = index * len(config.layer_indices)
         self.layers = nn.ModuleList(target.layer(i, first + j) for j, i in enumerate(config.layer_indices)).eval()
         self.norm = target.norm() if config.final_norm else nn.Identity()
+        self.target_config = target.config
         self.calls = [LayerCall(layer) for layer in self.layers]
 
     def train(self, mode: bool = True) -> MtpModule:
@@ -68,29 +69,19 @@ class MtpModule(nn.Module):
         return x
 
     def unrolled(
-        self, embedded: Tensor, hidden: Tensor, mask: Tensor, position: Tensor, rotary: Any, earlier: list[Keys]
+        self, embedded: Tensor, hidden: Tensor, mask: StepMask, position: Tensor, rotary: Any, earlier: list[Keys]
     ) -> tuple[Tensor, Keys]:
         """The output, and this step's keys and values. earlier: those of the steps before, attended first."""
         cache = StepCache(earlier)
-        return self(embedded, hidden, mask, position, rotary, cache), cache.added
+        with layers_over_row(self.target_config, mask, cache, hidden.dtype) as given:
+            return self(embedded, hidden, given, position, rotary, cache), cache.added
 
 
-class StepCache(Cache):
-    """The keys and values that layers attend in a training step: earlier steps', then their own, with gradients."""
-
-    def __init__(self, earlier: list[Keys]) -> None:
-        super().__init__(layers=[])
-        self.earlier = earlier
-        self.added: Keys = {}
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.added[layer_idx] = key_states, value_states
-        both = [*(keys[layer_idx] for keys in self.earlier), self.added[layer_idx]]
-        keys, values = zip(*both, strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return 0
+def index_in_document(documents: Tensor) -> Tensor:
+    """(B, T) document ids → (B, T) the index of each token in its document."""
+    column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = documents != documents.roll(1, 1)
+    return column - (column * begins).cummax(1).values
 
 
 class MtpHead(UnrolledHead):
@@ -140,7 +131,8 @@ class MtpHead(UnrolledHead):
             if self.rotary is not None:
                 self.rotary.ensure(1, hidden)
             rotary = None if self.rotary is None else self.rotary(position)
-            self.mtp[0].unrolled(hidden, hidden, hidden.new_zeros(1, 1, 1, 1), position, rotary, [])
+            mask = StepMask(RowMask(position, position, Reach()), position.new_zeros(1, 1, 0).bool())
+            self.mtp[0].unrolled(hidden, hidden, mask, position, rotary, [])
 
     def initialise(self, base: Any) -> None:
         """Copy the base's final norm, whose output its lm_head reads, softened. The rest starts at random."""
@@ -188,21 +180,17 @@ class MtpHead(UnrolledHead):
             self.rotary.ensure(int(position.max()) + steps + 1, hidden)
         column = torch.arange(length, device=hidden.device).expand_as(position)
         keys: list[list[Keys]] = [[] for _ in self.mtp]
-        causal = (column[:, None] <= column[:, :, None]) & (batch.documents[:, None] == batch.documents[:, :, None])
-        index = causal.sum(2) - 1  # (B, T) of each token in its document
+        index = index_in_document(batch.documents)
+        seen = RowMask(batch.documents, position, self.reach)
         start, begun = position, index  # (B, T or A) of what step 0 reads
 
         def run(k: int, s: int, hidden: Tensor) -> Tensor:
             # All keys of step 0, and the query's own key of each later step; none at a document's first k positions,
             # where module k has no input.
-            seen = causal & (index >= k).unsqueeze(1)
-            first = seen & self.reach((start + s).unsqueeze(2), position.unsqueeze(1))
-            same = torch.eye(start.shape[1], dtype=torch.bool, device=seen.device)
-            later = [
-                same & self.reach(start + s, start + j).unsqueeze(-1) & (begun + j >= k).unsqueeze(1)
-                for j in range(1, s + 1)
-            ]  # fmt: skip
-            mask = additive(torch.cat([first, *later], 2), hidden.dtype)
+            drafts = torch.arange(1, s + 1, device=hidden.device)
+            near = self.reach((start + s).unsqueeze(2), start.unsqueeze(2) + drafts)
+            own = near & (begun.unsqueeze(2) + drafts >= k)
+            mask = StepMask(replace(seen, ahead=s, keys=(index >= k) if k else None), own)
             rotary = None if self.rotary is None else self.rotary(start + s)
             out, added = self.maybe_checkpoint(
                 self.mtp[k].unrolled, embedded, hidden, mask, start + s, rotary, list(keys[k])
@@ -223,8 +211,7 @@ class MtpHead(UnrolledHead):
                 column = anchored.columns
                 start, begun = position.gather(1, column), index.gather(1, column)
                 fed = [gather_nodes(each, column) for each in fed]
-                rows = column.unsqueeze(2).expand(-1, -1, length)
-                causal = causal.gather(1, rows)
+                seen = replace(seen, columns=column)
             tokens = batch.tokens.gather(1, (column + s + 1) % length)
             embedded, before = self.embedded(batch.embed, tokens, start + s), list(fed)
             for k in self.active(s, steps):

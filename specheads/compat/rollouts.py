@@ -1,7 +1,7 @@
 """DraftedRollouts: a callback that drafts the rollouts of TRL's trainers, with a head that follows the policy.
 
-For trainers that generate by transformers' own generate() (GRPO, RLOO, online DPO, GKD …; not with use_vllm). TRL is not
-imported. Shapes: B batch rows, T prompt columns.
+For trainers that generate by transformers' own generate() (GRPO, RLOO, online DPO, GKD …; not with use_vllm). This
+does not import TRL. Shapes: B batch rows, T prompt columns.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class DraftedRollouts(TrainerCallback):
         if self.config.joint is not None:
             detach(base)
             raise UnsupportedModel(
-                f"{self.source} was trained with adapters of its base (Medusa-2), which a policy that trains itself has "
-                "no place for; give a head without them"
+                f"{self.source} was trained with adapters of its base (Medusa-2), which would train with the policy; "
+                "give a head without them"
             )
         self.head.eval()
         automatic = isinstance(self.draft, str) and self.draft.partition(":")[0] == "auto"

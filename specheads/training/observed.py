@@ -115,7 +115,9 @@ class Observed:
             with torch.enable_grad():
                 self.base(input_ids=ids, use_cache=False)
         sample = self.take()
-        if sample is None or not torch.allclose(sample.features, features, rtol=1e-2, atol=0.01 * float(features.std())):
+        if sample is None or not torch.allclose(
+            sample.features, features, rtol=1e-2, atol=0.01 * float(features.std())
+        ):
             raise self._unsupported("what its layers return is not what it gives as hidden states")
 
     def _unsupported(self, reason: str) -> UnsupportedModel:

@@ -61,7 +61,9 @@ class HeadUpdater:
         for name, value in (("every", every), ("max_tokens", max_tokens)):
             require_count(name, value)
         if every < 1 or max_tokens < 16:
-            raise ValueError(f"every={every} must be at least 1 call, and max_tokens={max_tokens} at least 16 positions")
+            raise ValueError(
+                f"every={every} must be at least 1 call, and max_tokens={max_tokens} at least 16 positions"
+            )
         if not (learning_rate > 0 and max_grad_norm > 0):
             raise ValueError(f"learning_rate={learning_rate} and max_grad_norm={max_grad_norm} must be above 0")
         self.head, self.base = head, unwrapped(base)

@@ -195,7 +195,9 @@ def test_a_base_whose_layers_return_something_else_is_refused(monkeypatch):
     model = float_model("eagle3")
     base = policy_of(model)
     observed = Observed(HeadUpdater(model.head, base))
-    monkeypatch.setattr("specheads.training.observed.decoder_layers", lambda base: nn.ModuleList([*base.model.layers][::-1]))
+    monkeypatch.setattr(
+        "specheads.training.observed.decoder_layers", lambda base: nn.ModuleList([*base.model.layers][::-1])
+    )
     with pytest.raises(ValueError, match="is not what it gives as hidden states"):
         observed.install()
     assert not base._forward_pre_hooks and not base.model._forward_hooks

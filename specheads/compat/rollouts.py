@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -83,7 +83,7 @@ class DraftedRollouts(TrainerCallback):
         self.drafter: Any = None
         self.config: SpecConfig | None = None
         self._patched: Any = None
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
         self._losses: list[float] = []
 
     # The policy, from attach() to detach()
@@ -96,17 +96,19 @@ class DraftedRollouts(TrainerCallback):
             raise ValueError("these rollouts have a policy already; detach() it first")
         base = unwrapped(policy)
         refuse_unsupported(base)
-        if isinstance(self.source, DraftHead):
-            self.head, self.config = self.source, record_base(SpecConfig.of(self.source.config), base)
+        if self.head is not None:  # as an earlier train() left it
+            head, config = self.head, self.config or SpecConfig.of(self.head.config)
+        elif isinstance(self.source, DraftHead):
+            head, config = self.source, record_base(SpecConfig.of(self.source.config), base)
         else:
-            self.config, _, self.head = checkpoint.load(self.source, base=base)
-        if self.config.joint is not None:
+            config, _, head = checkpoint.load(self.source, base=base)
+        if config.joint is not None:
             detach(base)
             raise UnsupportedModel(
                 f"{self.source} was trained with adapters of its base (Medusa-2), which would train with the policy; "
                 "give a head without them"
             )
-        self.head.eval()
+        self.head, self.config = head.eval(), config
         automatic = isinstance(self.draft, str) and self.draft.partition(":")[0] == "auto"
         self.drafter = (
             auto_drafter(base, self.head, self.draft.partition(":")[2] or None)
@@ -160,8 +162,8 @@ class DraftedRollouts(TrainerCallback):
     def generate(self, base: Any, call: dict[str, Any]) -> Any:
         """What the policy's generate() returns, drafted. call: its arguments by name."""
         began = time.perf_counter()
-        if self.updater is not None:
-            self.updater.refresh()
+        assert self.head is not None
+        self.head.copy_frozen_weights(base)  # the policy's rows, as they are now
         given = {name: value for name, value in call.items() if value is not None}
         config = effective_config(base, call.get("generation_config"))
         alone = (config.num_return_sequences or 1) > 1 or config.return_dict_in_generate
@@ -171,7 +173,7 @@ class DraftedRollouts(TrainerCallback):
                 result = generate(base, draft=self.drafter, compile=self.compile, **call)
             else:
                 result = self._refilled(base, ids, given, config)
-        self._counts["seconds"] += time.perf_counter() - began  # type: ignore[assignment]
+        self._counts["seconds"] += time.perf_counter() - began
         return result
 
     def _refilled(self, base: Any, ids: Tensor, given: dict[str, Any], config: Any) -> Tensor:
@@ -199,13 +201,13 @@ class DraftedRollouts(TrainerCallback):
         """Since the last call: rollout_seconds, rollout_tokens, rollout_tokens_per_step (a row's, of one pass of the
         policy) and head_loss, each if there is something to report."""
         counts, losses = self._counts, self._losses
-        self._counts, self._losses = Counter(), []
+        self._counts, self._losses = defaultdict(float), []
         found: dict[str, float] = {}
         if counts["seconds"]:
-            found |= {"rollout_seconds": float(counts["seconds"])}
+            found |= {"rollout_seconds": counts["seconds"]}
         if counts["passes"]:
             found |= {
-                "rollout_tokens": counts["tokens"],
+                "rollout_tokens": int(counts["tokens"]),
                 "rollout_tokens_per_step": counts["gained"] / counts["passes"],
             }
         return found | ({"head_loss": sum(losses) / len(losses)} if losses else {})
@@ -232,8 +234,9 @@ class DraftedRollouts(TrainerCallback):
     # The trainer's events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if getattr(args, "use_vllm", False):
-            raise ValueError("with use_vllm=True the trainer's rollouts are vLLM's, not transformers': nothing drafts")
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(args, name, False):
+                raise ValueError(f"{name}=True: the rollouts do not come from the policy's generate(); leave it out")
         self.attach(model)
         folder = _folder(args, state)
         if state.global_step and self.updater is not None:

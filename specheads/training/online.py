@@ -155,7 +155,7 @@ class HeadUpdater:
         draw = self.seed % 2**31 << 32 | self.updates % 2**32
         with torch.autocast(sample.tokens.device.type, enabled=False), torch.enable_grad():
             self.head.train()
-            self.refresh()
+            self.head.copy_frozen_weights(self.base)  # what it holds of the base as the base is now
             try:
                 loss, _ = self.head.loss(self._batch(sample, draw))
                 # Not backward(): that would add to the gradients of the base's embeddings and output matrix.
@@ -174,10 +174,6 @@ class HeadUpdater:
         self._write_back()
         self.updates += 1
         return value
-
-    def refresh(self) -> None:
-        """Copy anew what the head holds of its base without training it. Call it before drafting, as the base moves."""
-        self.head.copy_frozen_weights(self.base)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, to be saved by torch.save: the trained weights in float32, AdamW's states and
@@ -212,7 +208,7 @@ class HeadUpdater:
 
         return TapBatch(
             tokens=sample.tokens,
-            features=sample.features,
+            features=sample.features.to(self.head.dtype),
             teacher=LiveTeacher(sample.outputs.flatten(0, 1), project if sample.from_hidden else None),
             supervised=sample.supervised,
             documents=sample.documents,

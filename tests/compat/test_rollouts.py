@@ -167,7 +167,8 @@ def trained(folder, steps, **options):
     policy, head = policy_and_head()
     rollouts = DraftedRollouts(copy.deepcopy(head), draft="head", every=2, learning_rate=1e-3)
     rows = [
-        {"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in torch.randint(3, 97, (8, 6)).tolist()
+        {"input_ids": torch.tensor(row), "labels": torch.tensor(row)}
+        for row in torch.randint(3, 97, (8, 6), generator=torch.Generator().manual_seed(1)).tolist()
     ]
     resume = options.pop("resume", None)
     arguments = TrainingArguments(

@@ -127,7 +127,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype):
     resumed.load_state_dict(torch.load(file, weights_only=True))
     assert same(weights_of(half.head), weights_of(resumed.head))
     assert same(weights_of(whole.head), weights_of(steps(resumed, 7).head)) and resumed.updates == 6
-    assert not same(weights_of(whole.head), weights_of(start)) and whole.head.dtype == dtype
+    changed = [(whole.weights[name] != p.float()).float().mean() for name, p in start.named_parameters()]
+    assert sum(changed) / len(changed) > 0.9 and whole.head.dtype == dtype
     other = float_model("medusa")
     with pytest.raises(ValueError, match="the state of another head"):
         resumed.load_state_dict(HeadUpdater(other.head, base).state_dict())

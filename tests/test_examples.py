@@ -37,7 +37,7 @@ def clone(shipped, tmp_path, monkeypatch):
 
 def test_each_is_short_and_says_how_it_is_run():
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert scripts == ["generate.py", "lm_harness.py", "medusa_gpt2.py", "serve_vllm.py", "train_eagle3.py"]
+    assert scripts == ["generate.py", "grpo.py", "lm_harness.py", "medusa_gpt2.py", "serve_vllm.py", "train_eagle3.py"]
     for name in scripts:
         text = (EXAMPLES / name).read_text("utf8")
         assert len(text.splitlines()) <= 60 and f"python examples/{name}" in text.split('"""')[1], name
@@ -69,6 +69,14 @@ def test_serving_in_vllm_as_far_as_the_export(clone, monkeypatch, capsys, tmp_pa
     assert command.startswith("vllm serve ") and str(tmp_path / "served") in command and '"medusa"' in command
     assert json.loads((tmp_path / "served" / "config.json").read_text())["architectures"]
     assert made["command"].count("--speculative-config") == 1
+
+
+def test_grpo_with_drafted_rollouts(clone, tmp_path, capsys):
+    pytest.importorskip("trl", reason="trl is not installed")
+    made = clone("grpo.py", 2)
+    assert "step 2: reward" in capsys.readouterr().out
+    saved = SpecModel.from_pretrained("runs/grpo/head", base="runs/grpo")
+    assert made["rollouts"].updater.updates == 1 and saved.head.config == made["rollouts"].head.config
 
 
 def test_a_drafted_evaluation(clone, monkeypatch, capsys):

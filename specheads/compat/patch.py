@@ -110,7 +110,7 @@ class DraftingGenerate:
         self.base, self.before = base, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+        call = self.by_name(args, kwargs)
         config = call.get("generation_config")
         lookup = "prompt_lookup_num_tokens"
         if config is not None and call.get(lookup) is None:
@@ -122,6 +122,10 @@ class DraftingGenerate:
                 kwargs.pop(name, None)
             return self._own(*args, **kwargs)
         return self.decode(call)
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of generate(), each by its name."""
+        return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
 
     def decode(self, call: dict[str, Any]) -> Any:
         """The result of a call whose arguments ask for drafts."""

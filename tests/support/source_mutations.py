@@ -683,6 +683,12 @@ MUTATIONS = (
       "self.earlier + ", "", "training/test_adapt.py", "first_of_time"),
     M("the section of a recipe's flag ignored", "training.recipe.recipe:flag_key",
       "[section] if dot else [*SECTIONS]", "[*SECTIONS]", "cli/test_cli_train.py", "flag_of_a_recipes"),
+    M("a head's step twice as large as its bound", "training.online:HeadUpdater._choose",
+      "> self.max_tokens:", "> 2 * self.max_tokens:", "training/test_online.py", "bounded"),
+    M("steps of a bfloat16 head in bfloat16", "training.online:HeadUpdater.__init__",
+      "p.detach().float()", "p.detach().clone()", "training/test_online.py", "resumed"),
+    M("output rows of the policy before it moved", "compat.rollouts:DraftedRollouts.generate",
+      "self.head.copy_frozen_weights(base)", "pass", "compat/test_rollouts.py", "as_it_is_now"),
     # --- audit ---
     M("bets that begin with more than 1 together", "audit.evidence:Evidence.empty",
       "-math.log(bets)", "0.0", "audit/test_false_alarms.py"),

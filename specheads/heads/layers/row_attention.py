@@ -77,7 +77,7 @@ def row_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grouped = query.unflatten(1, (keys[0].shape[1], -1))
     options = (mask, shared, own_mask, scale, len(keys))
-    return _RowAttention.apply(options, grouped, *keys, *values).flatten(1, 2)  # type: ignore[no-untyped-call]
+    return _RowAttention.apply(options, grouped, *keys, *values).flatten(1, 2)
 
 
 def queries_of_part(heads: int, length: int, device: torch.device) -> int:

@@ -32,10 +32,10 @@ def test_every_shipped_recipe_is_valid_and_short(path, tmp_path):
         "eagle3": 1e-4,
         "mtp": 1e-4,
         "parallel": 6e-4,
-        "coder-0.5b": 1e-3,
+        "coder-0.5b": 3e-3,
     }
     assert training_arguments(recipe).learning_rate == rates[path.stem]
-    assert len(path.read_text().splitlines()) <= 30
+    assert len(path.read_text().splitlines()) <= 32
 
 
 def test_the_published_hyperparameters_are_in_the_recipes():

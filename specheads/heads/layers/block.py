@@ -250,8 +250,8 @@ def soften(norm: nn.Module, base: Any) -> None:
     """Scale a copy of the base's final norm so that a head that starts at random is sure of nothing: the logits of
     random directions get a standard deviation of at most 1.
 
-    With the norm as it is they have 3.6 beside Qwen2.5-0.5B: twice the loss of guessing, and four times the tokens to
-    learn as much (docs/LOG.md).
+    With the norm as it is they have 3.6 beside Qwen2.5-Coder-0.5B, and the loss starts at twice that of guessing
+    (docs/LOG.md).
     """
     output = base.get_output_embeddings()
     rows = None if output is None else output.weight

@@ -15,6 +15,12 @@ from transformers import PreTrainedModel
 from specheads.models.files import absolute
 
 TRTLLM = "trtllm.yml"
+SGLANG_BLOCK = """\
+```bash
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DFLASH \\
+  --speculative-draft-model-path $folder_arg --speculative-num-draft-tokens $nodes
+```
+"""
 WHOLE_BLOCK = (
     "Give exactly that number: the head was trained to draft so many tokens at once, and with fewer its slots see "
     "fewer of one another."

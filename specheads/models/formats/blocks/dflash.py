@@ -21,7 +21,7 @@ from specheads.models.formats.keys.config_table import agreed, architectures, fl
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
 from specheads.models.formats.parts.windows import ANY_CAUSAL, read_causal
-from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, trtllm_yaml, vllm
+from specheads.models.formats.serving import OPENVINO, SGLANG_BLOCK, TRTLLM, WHOLE_BLOCK, llamacpp, trtllm_yaml, vllm
 from specheads.options import shown
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -96,17 +96,10 @@ def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> 
     return sizes.pop()
 
 
-_SGLANG = """\
-```bash
-python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DFLASH \\
-  --speculative-draft-model-path $folder_arg --speculative-num-draft-tokens $nodes
-```
-"""
-
 FORMATS = (
     DFlash(
         "dflash", "DFlash (z-lab's format, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
-        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}", takes_windows=ANY_CAUSAL,
+        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{SGLANG_BLOCK}", takes_windows=ANY_CAUSAL,
         last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
     DFlash(
@@ -129,7 +122,7 @@ drafter = DraftHeadTreeDrafter(
         causal=None, last=None, takes_mask=True, takes_windows=ANY_CAUSAL,
     ),
     DFlash(
-        "sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG,
+        "sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", SGLANG_BLOCK, positions=SGLANG,
         takes_windows=ANY_CAUSAL, last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
     DFlash(

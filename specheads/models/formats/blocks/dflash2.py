@@ -19,7 +19,7 @@ from specheads.models.formats.format import embedding_scale
 from specheads.models.formats.keys.config_table import architectures, flag, quoted, real, table, whole
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.positions import GGUF, SGLANG
-from specheads.models.formats.serving import WHOLE_BLOCK, llamacpp, vllm_gpu
+from specheads.models.formats.serving import SGLANG_BLOCK, WHOLE_BLOCK, llamacpp, vllm_gpu
 from specheads.options import shown
 
 _TABLE = "dflash_config"
@@ -126,24 +126,17 @@ def _embedding_factor(inner: dict[str, Any]) -> float:
     return real(inner, "input_embedding_scale", 1.0)
 
 
-_SGLANG = """\
-```bash
-python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DFLASH \\
-  --speculative-draft-model-path $folder_arg --speculative-num-draft-tokens $nodes
-```
-"""
-
 FORMATS = (
     DFlash2(
         "dflash", "DFlash 2 (z-lab's format, which the servers share)", "z-lab/dflash, vLLM 0.33, SGLang 0.5.23",
-        f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\nBy SGLang:\n\n{_SGLANG}", last=layer_ids.SGLANG_LAST_OF_BLOCKS,
+        f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\nBy SGLang:\n\n{SGLANG_BLOCK}", last=layer_ids.SGLANG_LAST_OF_BLOCKS,
         takes_mask=True,
     ),
     DFlash2(
         "vllm", "DFlash 2 for vLLM", "vLLM 0.33", f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\n", last=None, takes_mask=True,
     ),
     DFlash2(
-        "sglang", "DFlash 2 for SGLang", "SGLang 0.5.23", _SGLANG, positions=SGLANG,
+        "sglang", "DFlash 2 for SGLang", "SGLang 0.5.23", SGLANG_BLOCK, positions=SGLANG,
         last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
     DFlash2(
@@ -151,7 +144,7 @@ FORMATS = (
         positions=GGUF, last=layer_ids.LLAMACPP_LAST_OF_BLOCKS,
     ),
     Domino(
-        "sglang", "Domino for SGLang", "SGLang 0.5.23, which wants bfloat16 and a GPU", _SGLANG, positions=SGLANG,
+        "sglang", "Domino for SGLang", "SGLang 0.5.23, which wants bfloat16 and a GPU", SGLANG_BLOCK, positions=SGLANG,
         last=layer_ids.SGLANG_LAST_OF_BLOCKS, takes_mask=True,
     ),
 )  # fmt: skip

@@ -1,135 +1,24 @@
-"""specheads bench: the decoders' texts, the order of the rounds, resuming, what is left out, peers."""
+"""The order of the rounds of `specheads bench`, resuming, queues, and what is left out."""
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import constants
 
-from benchmarks.engines import openvino
-from specheads.bench import decoders
 from specheads.bench.batches import draw_numbers
 from specheads.bench.compare import report, run
-from specheads.bench.compare.decoder_spec import BenchSetup, Cell
-from specheads.bench.compare.decoder_texts import DECODERS, Ours, TransformersLookup, expand, load_engine, parse_decoder
+from specheads.bench.compare.decoder_texts import parse_decoder
 from specheads.bench.compare.options import BenchOptions
-from specheads.bench.compare.peer import Peer, PeerError
+from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet, default_sets
 from specheads.bench.figures.results import RESULTS, Results
 from specheads.bench.runner import Output
 from specheads.models.costs import cost_key, cost_path
-from specheads.models.named import Models
-from specheads.models.spec_model import SpecModel
 from tests.support.auto_costs import FREE
-
-FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
-GREEDY = Cell("p", 1, 0.0)
-
-
-@pytest.fixture(autouse=True)
-def engine(monkeypatch):
-    for name, kind in openvino.ENGINE.decoders.items():
-        monkeypatch.setitem(DECODERS, name, kind)
-
-
-def quiet(fraction, note):
-    """No progress."""
-
-
-def race(setup, folder, decoders, sets, specs=None, tell=quiet, **options):
-    """The outcome of a run of these decoders, which are texts, or the specs given."""
-    given = {"batch": 1, "temperature": 0, "max_new_tokens": 4, "repeats": 1, "out": folder, **options}
-    asked = BenchOptions(decoder=decoders, **given)
-    return run.run(asked, setup, specs or run.decoders_of(asked), sets, tell)
-
-
-# ---------------------------------------------------------------------------------------------------- decoders as text
-
-
-def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
-    assert parse_decoder("transformers-lookup:5") == TransformersLookup(5)
-    assert parse_decoder("plain") == Ours(None)
-    assert parse_decoder("eagle3 tree=chain:5 accept=fuzzy:js:0.2") == Ours("eagle3", "chain:5", "fuzzy:js:0.2")
-    assert parse_decoder("model:a/b:c tree=dynamic:12,4,4") == Ours("model:a/b:c", "dynamic:12,4,4")
-    assert parse_decoder("plain refill") == Ours(None, refill=True)
-    cascade = Ours("cascade:model:m+maxgram", k_matrix="[[5, 8], [0, 8]]", leniency=2.0)
-    assert parse_decoder("cascade:model:m+maxgram k=[[5,8],[0,8]] leniency=2") == cascade
-    assert parse_decoder("cascade:lookup+maxgram") == Ours("cascade:lookup+maxgram")  # with the usual matrix
-    assert parse_decoder("openvino:16:out/head:4:2") == openvino.OpenVINO(16, "out/head", 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "names nothing"),
-        ("eagle3 tree=bush", "bush"),
-        ("eagle3 accept=never", "never"),
-        ("eagle3 trees=chain:5", "did you mean 'tree'"),
-        ("eagle3 fast", "'fast' is none of tree=…, accept=…, compile, auto and refill"),
-        ("eagle3 compile=false", "'compile=false': compile takes no value"),  # it was compiled
-        ("eagle3 tree=chain:3 tree=chain:5", "given twice"),
-        ("plain tree=chain:5", "plain drafts nothing"),
-        ("eagle3 auto tree=chain:5", "auto chooses the tree"),
-        ("'eagle3", "quotation"),
-        ("transformers tree=chain:5", "tree"),
-        ("transformers-lookup:many", "many"),
-        ("cascade:model:m+maxgram leniency=2", "goes with k=…"),
-        ("cascade:model:m+maxgram k=[[5,8]", "is not a matrix"),
-        ("lookup k=[[5]]", "unknown word 'k'"),
-        ("lookup accept=fuzzy:js:0.1", "lookup gives none"),
-        ("openvino:5", "expected openvino, openvino:NUM_TOKENS:HEAD"),
-    ],
-)
-def test_a_text_that_names_none_is_refused_with_itself(text, said):
-    with pytest.raises(ValueError, match=r"^decoder ") as error:
-        parse_decoder(text)
-    assert repr(text) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_trees_and_rules_multiply_what_names_none():
-    assert expand(["transformers", "plain", "eagle3", "lookup tree=chain:2"], ["chain:3", "chain:5"], ["typical"]) == [
-        "transformers", "plain", "eagle3 tree=chain:3", "eagle3 tree=chain:3 accept=typical", "eagle3 tree=chain:5",
-        "eagle3 tree=chain:5 accept=typical", "lookup tree=chain:2", "lookup tree=chain:2 accept=typical",
-    ]  # fmt: skip
-    rules = ["fuzzy:js,tv:0.1,0.2", "exact", "fuzzy:js:0.1"]
-    assert expand(["head"], [], rules) == [
-        "head", *(f"head accept=fuzzy:{kind}:{t}" for kind in ("js", "tv") for t in ("0.1", "0.2")),
-    ]  # fmt: skip
-
-
-def test_compiled_decoders_ask_generate_for_it(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(decoders, "specheads_generate", lambda *args, **options: asked.update(options))
-    setup = BenchSetup(Models(None, None), None, 4, 4, {})
-    parse_decoder("plain compile").build(setup, Cell("p", 1, 0.8))
-    assert asked["compile"] is True and asked["temperature"] == 0.8
-    parse_decoder("plain").build(setup, GREEDY)
-    asked.clear()
-    parse_decoder("plain").build(setup, GREEDY)
-    assert "compile" not in asked and asked["do_sample"] is False
-
-
-def test_auto_asks_the_models_own_generate_for_it(monkeypatch, setup):
-    original, asked = SpecModel.generate, []
-
-    def generate(self, inputs=None, *, draft, **options):
-        asked.append(draft)
-        return original(self, inputs, draft="head", **options)
-
-    monkeypatch.setattr(SpecModel, "generate", generate)
-    batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2)}
-    auto = parse_decoder("eagle3 auto").build(setup, GREEDY)(batch, None)
-    assert asked == ["auto"] and auto.tokens == parse_decoder("eagle3").build(setup, GREEDY)(batch, None).tokens
-    with pytest.raises(ValueError, match="auto takes a head, and 'lookup' is none"):
-        parse_decoder("lookup auto").build(setup, GREEDY)
-    assert expand(["eagle3", "eagle3 auto"], ["chain:3"]) == ["eagle3 tree=chain:3", "eagle3 auto"]
-
-
-# ------------------------------------------------------------------------------------------------- rounds and resuming
+from tests.support.races import GREEDY, quiet, race
 
 
 class Scripted:
@@ -155,11 +44,6 @@ class Scripted:
             return Output([[int(row[-1])] * self.count for row in batch["input_ids"]], seconds=1.0 + len(self.name))
 
         return decode
-
-
-@pytest.fixture
-def setup(shipped):
-    return BenchSetup(Models.load(str(shipped / "base")), shipped, 4, 8, {})
 
 
 def measured(setup, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
@@ -328,8 +212,6 @@ def test_progress_never_goes_back_and_ends_at_1(setup, tmp_path):
     assert told[0][1] == "p, batch 1, T = 0: warming up a"
 
 
-# -------------------------------------------------------------------------------------------------------------- queues
-
 MIXED = tuple([5 + i, *range(20, 20 + i)] for i in range(7))
 
 
@@ -410,89 +292,3 @@ def test_another_queue_is_measured_anew(setup, tmp_path, change):
         given = {"queue": 4, "max_new_tokens": "2-4", **options}
         measured(setup, tmp_path, {"a": Scripted("a", log)}, prompts=MIXED, repeats=1, **given)
         assert len(log) > 4
-
-
-# --------------------------------------------------------------------------------------------------------------- peers
-
-
-def test_an_engine_is_registered_by_its_file(tmp_path, monkeypatch):
-    for name in openvino.ENGINE.decoders:
-        monkeypatch.delitem(DECODERS, name)
-    assert load_engine(Path(openvino.__file__)).worker.is_file() and {"openvino", "openvino-lookup"} < {*DECODERS}
-    (tmp_path / "none.py").write_text("")
-    with pytest.raises(ValueError, match="has no ENGINE"):
-        load_engine(tmp_path / "none.py")
-    with pytest.raises(ValueError, match="is not a Python file"):
-        load_engine(tmp_path / "absent.py")
-
-
-@pytest.fixture
-def peer(tmp_path):
-    found = Peer("fake", [sys.executable, "-I", str(FAKE)], tmp_path / "peers")
-    yield found
-    found.close()
-
-
-def test_a_peer_is_started_once_and_its_own_clock_counts(peer):
-    assert peer.ask("versions")["pid"] == peer.ask("versions")["pid"]
-    decode = peer.decoder("plain", {"base": "x"}, max_new_tokens=2)
-    batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "attention_mask": torch.ones(2, 2)}
-    output = decode(batch, None)
-    assert output.tokens == [[2, 2], [4, 4]] and output.seconds == 0.25 and output.statistics["gained"] == 6
-    assert decode({**batch, "limits": [1, 3]}, None).tokens == [[2], [4, 4, 4]]
-
-
-def test_a_peer_that_refuses_or_ends_says_so(peer, tmp_path):
-    batch = {"input_ids": torch.tensor([[1]]), "attention_mask": torch.ones(1, 1)}
-    with pytest.raises(PeerError, match="fake: no such mode"):
-        peer.decoder("plain", {}, max_new_tokens=1, options={"fails": True})(batch, None)
-    assert peer.opened == {}  # what failed is opened anew
-    decode = peer.decoder("plain", {}, max_new_tokens=1)
-    decode(batch, None)
-    with pytest.raises(PeerError, match="ended with code 7"):
-        peer.ask("die")
-    assert decode(batch, None).tokens == [[1]] and [*peer.opened] == ["plain"]  # started and opened again
-    with pytest.raises(PeerError, match="does not start"):
-        Peer("gone", [str(tmp_path / "python")], tmp_path).ask("versions")
-
-
-def test_openvino_is_one_of_the_decoders_in_turn(setup, tmp_path, peer, monkeypatch):
-    setup.peers["openvino"] = peer
-    # The published form has no place for the layers of so small a head.
-    monkeypatch.setattr(
-        openvino, "export", lambda config, base, head, out, to, **options: Path(out).mkdir(parents=True)
-    )
-    asked, ask = [], peer.ask
-
-    def convert(op, **arguments):
-        if op == "convert":
-            Path(arguments["out"]).mkdir(parents=True)
-            asked.append((Path(arguments["model"]).name, arguments.get("layers")))
-        return ask(op, **arguments)
-
-    peer.ask = convert
-    names, sets = ("openvino", "openvino:2:eagle3"), [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
-    outcome = race(setup, tmp_path, names, sets, reference="plain", batch=(1, 2))
-    assert outcome.complete and outcome.left_out == {}
-    assert all(one["decoders"]["openvino"]["seconds"] == 0.25 for one in outcome.rounds)
-    taps = setup.drafter("eagle3").layers
-    assert asked == [("base", None), (asked[1][0], [layer - 1 for layer in taps])]
-    assert not list(peer.folder.glob("*-p*"))  # neither half an export nor the published form between
-    peer.opened.clear()
-    race(setup, tmp_path / "again", names, sets, reference="plain", batch=(1, 2))
-    assert len(asked) == 2  # exports are made once
-
-
-def test_openvino_says_what_it_needs():
-    sampled = Cell("p", 1, 0.8)
-    assert "does not sample" in parse_decoder("openvino-lookup").refusal(sampled)
-    assert "do not sample" in parse_decoder("openvino:16:h:4:4").refusal(sampled)
-    assert parse_decoder("openvino:16:h:4:4").refusal(GREEDY) is parse_decoder("openvino:5:h").refusal(sampled) is None
-
-
-def test_openvino_takes_no_other_head(setup, tmp_path, peer):
-    setup.peers["openvino"] = peer
-    (peer.folder).mkdir()
-    peer.ask = lambda op, **arguments: Path(arguments["out"]).mkdir(parents=True) if op == "convert" else {}
-    with pytest.raises(PeerError, match="'medusa' is none"):
-        parse_decoder("openvino:2:medusa").build(setup, GREEDY)

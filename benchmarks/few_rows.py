@@ -5,7 +5,8 @@
 Random numbers, the sides interleaved; the median of the rounds counts.
 
 Products: all matrices of a model's linear layers in turn, by each of the processor's instructions that we have products
-for. "Read" sums the matrices once. "Small" has the matrices of the shipped base (39.6 MB in float32), "large" those of
+for; "int8": bfloat16 rows by weights of int8, beside the library's product with those in bfloat16. "Read" sums the
+matrices once. "Small" has the matrices of the shipped base (39.6 MB in float32), "large" those of
 two layers of hidden size 2,048 (239 MB), "real" 24 matrices of 4,864 × 896 (418 MB), one a layer of Qwen2.5-0.5B.
 
 Attention: twelve layers of 2 heads of width 64, of 1 or 16 texts; rows are the tokens of a text times the heads that
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specheads.bench import environment, report
-from specheads.decoding.kernels.few_rows import MAX_QUERIES, MAX_ROWS, OURS, load
+from specheads.decoding.kernels.few_rows import MAX_QUERIES, OURS, load
 
 
 def layers(count: int, hidden: int, inner: int, groups: int, vocab: int) -> list[tuple[int, int]]:
@@ -65,11 +66,16 @@ def timed(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]
 Sides = dict[str, Callable[[], object]]
 
 
-def product_sides(rows: dict[int, Tensor], weights: Sequence[Tensor], by: str) -> Sides:
+def product_sides(rows: dict[int, Tensor], weights: Sequence[Tensor], ours: Sequence[Tensor], by: str) -> Sides:
+    """weights: the library's; ours: the same, or in int8."""
+    scales = [torch.ones(len(weight)) if weight.dtype == torch.int8 else None for weight in ours]
+    pairs = [*zip(ours, scales, strict=True)]
     return {
         "library": lambda: [functional.linear(rows[weight.shape[1]], weight) for weight in weights],
-        "specheads": lambda: [OURS.few_rows(rows[weight.shape[1]], weight, None, by) for weight in weights],
-        "read": lambda: [weight.sum() for weight in weights],
+        "specheads": lambda: [OURS.few_rows(rows[weight.shape[1]], weight, None, by, scale) for weight, scale in pairs],
+        "read": lambda: [
+            (weight.view(torch.bfloat16) if weight.dtype == torch.int8 else weight).sum() for weight in ours
+        ],
     }
 
 
@@ -83,12 +89,17 @@ def attention_sides(query: Tensor, caches: Sequence[Sequence[Tensor]], mask: Ten
 
 
 def time_products(models: Sequence[str], rows: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    for model, dtype in itertools.product(models, MAX_ROWS):
+    instructions = {
+        torch.float32: ["float32"], torch.bfloat16: OURS.instructions(), torch.int8: OURS.instructions(int8=True),
+    }  # fmt: skip
+    for model, (kind, known) in itertools.product(models, instructions.items()):
+        dtype = torch.bfloat16 if kind == torch.int8 else kind
         weights = [torch.randn(shape).to(dtype) for shape in MODELS[model]]
-        for by, count in itertools.product(OURS.instructions() if dtype == torch.bfloat16 else ["float32"], rows):
+        ours = [(30 * weight).clamp(-127, 127).to(kind) for weight in weights] if kind == torch.int8 else weights
+        for by, count in itertools.product(known, rows):
             inputs = {width: torch.randn(count, width).to(dtype) for width in {shape[1] for shape in MODELS[model]}}
-            case = {"model": model, "dtype": str(dtype).removeprefix("torch."), "by": by, "rows": count}
-            yield case | timed(product_sides(inputs, weights, by), rounds)
+            case = {"model": model, "dtype": str(kind).removeprefix("torch."), "by": by, "rows": count}
+            yield case | timed(product_sides(inputs, weights, ours, by), rounds)
 
 
 def time_attention(rounds: int) -> Iterator[dict[str, Any]]:

@@ -4,8 +4,9 @@
 // A matrix is read from memory once, in the order it lies there, and asked for before it is needed. Some of its rows are
 // multiplied with some of the others at a time: all their sums stay in the processor's registers, and are added up
 // together at the end. bfloat16 is multiplied by the best instructions that the processor has: AMX (tiles of 16 × 32), dot
-// products of pairs (AVX512-BF16), or those of float32. A matrix of int8, with one factor a row of it, is widened to what
-// these multiply, which is exact, a vector or a tile at a time; its sums are multiplied with the factors.
+// products of pairs (AVX512-BF16), or those of float32. A matrix of int8, with one factor a row of it, is multiplied with
+// rows in bfloat16 by AMX's integers, each row written as a sum of rows of int8 (`Digits`); elsewhere it is widened, a
+// vector at a time.
 
 #ifdef __x86_64__
 // GCC would tune this for AMD's processors by reading a row anew for each of its products, and reads are what they lack.
@@ -26,13 +27,15 @@
 #define HAS_PAIRS
 #include <immintrin.h>
 #endif
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AMX_BF16__)
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_AMX
 #include <immintrin.h>
 #endif
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <memory>
@@ -124,25 +127,12 @@ __m512i load_pairs(const at::BFloat16* elements, int64_t count) {
   return count == 2 * WIDTH ? _mm512_loadu_si512(elements) : _mm512_maskz_loadu_epi16((1u << count) - 1, elements);
 }
 
-[[gnu::always_inline]] inline __m512i load_pairs(const int8_t* elements, int64_t count) {
-  const bool whole = count == 2 * WIDTH;
-  const uint32_t mask = whole ? ~0u : (1u << count) - 1;
-  const auto widened = [&](int part) __attribute__((always_inline)) {
-    const int8_t* const from = elements + part * WIDTH;
-    const __m128i loaded = whole ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))
-                                 : _mm_maskz_loadu_epi8(mask >> part * WIDTH, from);
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(loaded));
-  };
-  return (__m512i)_mm512_cvtne2ps_pbh(widened(1), widened(0));
-}
-
-template <typename T>
 struct Pairs {
   using Row = at::BFloat16;
-  using Column = T;
+  using Column = at::BFloat16;
   static constexpr int64_t STEP = 2 * WIDTH;
-  static __m512i row(const at::BFloat16* elements, int64_t count) { return load_pairs(elements, count); }
-  static __m512i column(const T* elements, int64_t count) { return load_pairs(elements, count); }
+  static __m512i row(const Row* elements, int64_t count) { return load_pairs(elements, count); }
+  static __m512i column(const Column* elements, int64_t count) { return load_pairs(elements, count); }
   static Vector add(const __m512i& row, const __m512i& column, const Vector& sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)column);
   }
@@ -298,29 +288,26 @@ void store_tile(void* to, int64_t stride) {
 }
 
 // Products by AMX: a tile has 16 rows of the matrix as they lie there, by one of 16 pairs of elements of up to 16 rows,
-// which are rearranged once for that.
+// which are rearranged once for that. T: bfloat16; or int8, of which four take a pair's place, and the sums are of int32 in
+// the bits of floats.
+template <typename T>
 class Tiles {
-  static constexpr int64_t SIDE = 16, STEP = 32;
+  static constexpr int64_t SIDE = 16, STEP = 64 / sizeof(T);
   static_assert(BLOCK == 2 * SIDE);
 
  public:
-  // A row of a tile of the matrix. Across two lines of the cache, writing and reading it would take twice as long.
-  struct alignas(64) Line {
-    at::BFloat16 elements[STEP];
-  };
-
   // `count` rows of `length` elements.
-  Tiles(Rows<const at::BFloat16> rows, int64_t count, int64_t length)
+  Tiles(Rows<const T> rows, int64_t count, int64_t length)
       : length_(length), steps_((length + STEP - 1) / STEP), count_(count), columns_(std::min<int64_t>(count, SIDE)),
         groups_((count + SIDE - 1) / SIDE), pairs_(groups_ * steps_ * SIDE * columns_, 0.f) {
     for (int64_t group = 0; group < groups_; ++group)
       for (int64_t step = 0; step < steps_; ++step) {
-        const Rows<const at::BFloat16> from = rows.from(group * SIDE, step * STEP);
+        const Rows<const T> from = rows.from(group * SIDE, step * STEP);
         const int64_t num = std::min<int64_t>(count - group * SIDE, SIDE), elements = std::min(STEP, length - step * STEP);
-        at::BFloat16 padded[SIDE * STEP];
-        std::fill(padded, padded + SIDE * STEP, at::BFloat16(0.f));
+        T padded[SIDE * STEP];
+        std::fill(padded, padded + SIDE * STEP, T(0));
         for (int64_t r = 0; r < num; ++r) std::copy(from[r], from[r] + elements, padded + r * STEP);
-        // A pair of elements has the size of a float, and is only moved.
+        // Two or four elements have the size of a float, and are only moved.
         at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(padded), SIDE, pairs_.data() + tile(group, step),
                                       columns_, num, SIDE);
       }
@@ -343,28 +330,38 @@ class Tiles {
   static void leave() { _tile_release(); }
 
   // The sums (M, BLOCK) of the next BLOCK columns, the products with as many rows of a matrix that has `left` more.
-  void sums(Rows<const at::BFloat16> matrix, int64_t left, float* out) const {
+  void sums(Rows<const T> matrix, int64_t left, float* out) const {
     sums_of<true>(matrix, left, 0, out);
     for (int64_t group = 2; group < groups_; group += 2) sums_of<false>(matrix, left, group, out);
-  }
-
-  // The same of a matrix of int8, widened on the way for the first two groups, and kept in `wide` for the others.
-  void sums(Rows<const int8_t> matrix, int64_t left, float* out, std::vector<Line>& wide) const {
-    wide.resize((groups_ > 2 ? steps_ : 2) * BLOCK);
-    at::BFloat16* const to = wide.data()->elements;
-    sums_of<true>(matrix, left, 0, out, to);
-    for (int64_t group = 2; group < groups_; group += 2) sums_of<false>(matrix, left, group, out, to);
   }
 
  private:
   int64_t tile(int64_t group, int64_t step) const { return (group * steps_ + step) * SIDE * columns_; }
 
-  // Two tiles of the matrix by one or two of the rows. Tiles 0 to 3 are sums, 4 and 5 the matrix, 6 and 7 rows. FIRST: of
-  // the groups, which asks for the matrix and widens it.
-  template <bool FIRST, typename T>
-  void sums_of(Rows<const T> matrix, int64_t left, int64_t group, float* out, at::BFloat16* wide = nullptr) const {
-    constexpr bool WIDENS = std::is_same_v<T, int8_t>;
-    constexpr int64_t EARLY = 8 * STEP * 2 / sizeof(T);  // how many elements ahead the matrix is asked for
+  // Both tiles of the matrix by tile 6 or 7. The compiler's functions take numbers alone, not constants.
+  template <int ROW>
+  static void add() {
+    constexpr bool INTEGERS = std::is_same_v<T, int8_t>;
+    if constexpr (INTEGERS && ROW == 6) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 5, 6);
+    } else if constexpr (INTEGERS) {
+      _tile_dpbssd(2, 4, 7);
+      _tile_dpbssd(3, 5, 7);
+    } else if constexpr (ROW == 6) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+    } else {
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+
+  // Two tiles of the matrix by one or two of the rows. Tiles 0 to 3 are sums, 4 and 5 the matrix, 6 and 7 rows. ASKS: for
+  // the matrix, before it is needed.
+  template <bool ASKS>
+  void sums_of(Rows<const T> matrix, int64_t left, int64_t group, float* out) const {
+    constexpr int64_t EARLY = 8 * STEP;  // how many elements ahead the matrix is asked for
     const bool two = group + 1 < groups_;
     _tile_zero(0);
     _tile_zero(1);
@@ -372,49 +369,29 @@ class Tiles {
     _tile_zero(3);
     for (int64_t step = 0; step < steps_; ++step) {
       const int64_t offset = step * STEP, count = std::min(STEP, length_ - offset);
-      const bool whole = left >= BLOCK && count == STEP;
-      if (FIRST && whole && (!WIDENS || step % 2 == 0)) {  // 64 bytes, or one of the next columns
-        const int64_t later = offset + EARLY;
-        const auto ahead = later < length_ ? matrix.from(0, later) : matrix.from(BLOCK, later - length_);
-        if (left >= (later < length_ ? BLOCK : 2 * BLOCK))
-          for (int64_t i = 0; i < BLOCK; ++i) {
-            if constexpr (WIDENS)
-              prefetch(ahead[i]);
-            else
-              _mm_prefetch(reinterpret_cast<const char*>(ahead[i]), _MM_HINT_T0);
-          }
-      }
-      const at::BFloat16* from;
-      int64_t stride = STEP;
-      at::BFloat16 edge[BLOCK * STEP];
-      if constexpr (WIDENS) {
-        at::BFloat16* const to = wide + (groups_ > 2 ? step : step % 2) * BLOCK * STEP;
-        if (FIRST && whole) {
-#pragma GCC unroll 8
-          for (int64_t i = 0; i < BLOCK; ++i)
-            _mm512_storeu_si512(to + i * STEP, load_pairs(matrix[i] + offset, STEP));
-        } else if (FIRST) {
-          for (int64_t i = 0; i < std::min(BLOCK, left); ++i)
-            _mm512_storeu_si512(to + i * STEP, load_pairs(matrix[i] + offset, count));
+      const T* from = matrix[0] + offset;
+      int64_t stride = matrix.stride;
+      T edge[BLOCK * STEP];
+      if (left >= BLOCK && count == STEP) {
+        if (ASKS) {  // this part of later columns
+          const int64_t later = offset + EARLY;
+          const auto ahead = later < length_ ? matrix.from(0, later) : matrix.from(BLOCK, later - length_);
+          if (left >= (later < length_ ? BLOCK : 2 * BLOCK))
+            for (int64_t i = 0; i < BLOCK; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead[i]), _MM_HINT_T0);
         }
-        from = to;
-      } else if (whole) {
-        from = matrix[0] + offset, stride = matrix.stride;
       } else {
-        std::fill(edge, edge + BLOCK * STEP, at::BFloat16(0.f));
+        std::fill(edge, edge + BLOCK * STEP, T(0));
         for (int64_t i = 0; i < std::min(BLOCK, left); ++i)
           std::copy(matrix[i] + offset, matrix[i] + offset + count, edge + i * STEP);
-        from = edge;
+        from = edge, stride = STEP;
       }
-      load_tile<4>(from, 2 * stride);
-      load_tile<5>(from + SIDE * stride, 2 * stride);
+      load_tile<4>(from, sizeof(T) * stride);
+      load_tile<5>(from + SIDE * stride, sizeof(T) * stride);
       load_tile<6>(pairs_.data() + tile(group, step), 4 * columns_);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 5, 6);
+      add<6>();
       if (two) {
         load_tile<7>(pairs_.data() + tile(group + 1, step), 4 * columns_);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+        add<7>();
       }
     }
     float found[4][SIDE * SIDE];
@@ -435,14 +412,14 @@ class Tiles {
 #endif
 
 // out (M, N) = rows (M, K) by the transpose of a weight (N, K), finished. What begin_thread() returns gives, called with
-// (first, count, sums), the sums (M, BLOCK) of `count` columns.
+// (first, count, sums), the sums (M, BLOCK) of `count` columns; `parts`: for how many times as many it needs room.
 template <typename T, typename Begin>
-void by_blocks(const at::Tensor& rows, const Finish& finish, at::Tensor& out, const Begin& begin_thread) {
-  const int64_t count = rows.size(0), width = out.size(1);
+void by_blocks(int64_t length, const Finish& finish, at::Tensor& out, const Begin& begin_thread, int64_t parts = 1) {
+  const int64_t count = out.size(0), width = out.size(1);
   const Rows<T> to{out.mutable_data_ptr<T>(), width};
-  const int64_t grain = GRAIN / (BLOCK * (rows.size(1) + 1)) + 1;
+  const int64_t grain = GRAIN / (BLOCK * (length + 1)) + 1;
   at::parallel_for(0, (width + BLOCK - 1) / BLOCK, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(count * BLOCK);
+    std::vector<float> sums(parts * count * BLOCK);
     auto block = begin_thread();
     for (int64_t first = begin * BLOCK; first < std::min(end * BLOCK, width); first += BLOCK) {
       const int64_t columns = std::min(BLOCK, width - first);
@@ -457,7 +434,7 @@ template <typename How, typename T>
 void by_vectors(const at::Tensor& given_rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out) {
   const at::Tensor rows = given_rows.to(c10::CppTypeToScalarType<typename How::Row>::value);
   const int64_t length = rows.size(1);
-  by_blocks<T>(rows, finish, out, [&] {
+  by_blocks<T>(length, finish, out, [&] {
     return [&](int64_t first, int64_t columns, float* sums) {
       const Product<How> work{rows.const_data_ptr<typename How::Row>(),
                               weight.const_data_ptr<typename How::Column>() + first * length, length, length,
@@ -469,31 +446,97 @@ void by_vectors(const at::Tensor& given_rows, const at::Tensor& weight, const Fi
 
 #ifdef HAS_AMX
 // The tiles as one thread uses them.
+template <typename T>
 struct TilesOfThread {
-  const Tiles& tiles;
-  explicit TilesOfThread(const Tiles& tiles) : tiles(tiles) { tiles.enter(); }
+  const Tiles<T>& tiles;
+  explicit TilesOfThread(const Tiles<T>& tiles) : tiles(tiles) { tiles.enter(); }
   TilesOfThread(const TilesOfThread&) = delete;
-  ~TilesOfThread() { Tiles::leave(); }
+  ~TilesOfThread() { Tiles<T>::leave(); }
 };
 
-template <typename T>
 void by_tiles(const at::Tensor& rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out) {
   const int64_t length = rows.size(1), width = weight.size(0);
-  const Rows<const T> matrix{weight.const_data_ptr<T>(), length};
-  const Tiles tiles({rows.const_data_ptr<at::BFloat16>(), length}, rows.size(0), length);
-  by_blocks<at::BFloat16>(rows, finish, out, [&] {
-    return [thread = TilesOfThread(tiles), wide = std::vector<Tiles::Line>(), matrix, width](
-               int64_t first, int64_t, float* sums) mutable {
-      if constexpr (std::is_same_v<T, int8_t>)
-        thread.tiles.sums(matrix.from(first), width - first, sums, wide);
-      else
-        thread.tiles.sums(matrix.from(first), width - first, sums);
+  const Rows<const at::BFloat16> matrix{weight.const_data_ptr<at::BFloat16>(), length};
+  const Tiles<at::BFloat16> tiles({rows.const_data_ptr<at::BFloat16>(), length}, rows.size(0), length);
+  by_blocks<at::BFloat16>(length, finish, out, [&] {
+    return [thread = TilesOfThread(tiles), matrix, width](int64_t first, int64_t, float* sums) {
+      thread.tiles.sums(matrix.from(first), width - first, sums);
     };
   });
 }
+
+// Rows of bfloat16 as integers of 20 bits and a sign, times a power of two for each row that leaves its largest element
+// just below 2^20: what is within 2^-12 of that is exact. An integer is a number of COUNT digits from -64 to 64, to the
+// base of 128, and each digit a row of int8, the lowest first. Rows with NaN or infinity have NaN for that power.
+class Digits {
+ public:
+  static constexpr int64_t COUNT = 3, LENGTH = 1 << 16;  // sums of longer rows might not fit into int32
+
+  Digits(Rows<const at::BFloat16> rows, int64_t count, int64_t length)
+      : length_(length), digits_(COUNT * count * length), powers_(count) {
+    const auto element = [&](int64_t r, int64_t i) { return load(rows[r] + i, std::min(WIDTH, length - i)); };
+    for (int64_t r = 0; r < count; ++r) {
+      __m512i magnitude = _mm512_setzero_si512();  // the bits of floats without a sign are in the order of the floats
+      for (int64_t i = 0; i < length; i += WIDTH)
+        magnitude = _mm512_max_epi32(magnitude, _mm512_castps_si512(element(r, i).abs()));
+      const int exponent = _mm512_reduce_max_epi32(magnitude) >> 23, least = 127 - 100;
+      const bool finite = exponent < 255;
+      const int bits = 20 + 126 - std::max(exponent, least);  // all below 2^-100 are integers of fewer bits
+      powers_[r] = finite ? std::ldexp(1.f, -bits) : std::numeric_limits<float>::quiet_NaN();
+      const Vector power(finite ? std::ldexp(1.f, bits) : 0.f);
+      for (int64_t i = 0; i < length; i += WIDTH) {
+        const auto mask = static_cast<__mmask16>((1u << std::min(WIDTH, length - i)) - 1);
+        __m512i integer = _mm512_cvtps_epi32(element(r, i) * power);
+        for (int64_t digit = 0; digit < COUNT; ++digit) {
+          const __m512i half = _mm512_set1_epi32(64), lowest = _mm512_set1_epi32(127);
+          const __m512i least_one = _mm512_sub_epi32(_mm512_and_si512(_mm512_add_epi32(integer, half), lowest), half);
+          const __m512i value = digit + 1 < COUNT ? least_one : integer;
+          _mm512_mask_cvtepi32_storeu_epi8(digits_.data() + (r * COUNT + digit) * length + i, mask, value);
+          integer = _mm512_srai_epi32(_mm512_sub_epi32(integer, value), 7);
+        }
+      }
+    }
+  }
+
+  Rows<const int8_t> rows() const { return {digits_.data(), length_}; }
+  int64_t count() const { return COUNT * static_cast<int64_t>(powers_.size()); }
+
+  // The sums (COUNT · M, BLOCK) of all digits, int32 in the bits of floats → the sums (M, BLOCK) of the rows, in place.
+  void put_together(float* sums) const {
+    for (size_t r = 0; r < powers_.size(); ++r)
+      for (int64_t i = 0; i < BLOCK; i += WIDTH) {
+        Vector total(0.f);
+        for (int64_t digit = COUNT; digit-- > 0;) {
+          const __m512i part = _mm512_loadu_si512(sums + (r * COUNT + digit) * BLOCK + i);
+          total = at::vec::fmadd(total, Vector(128.f), Vector(_mm512_cvtepi32_ps(part)));
+        }
+        (total * Vector(powers_[r])).store(sums + r * BLOCK + i);
+      }
+  }
+
+ private:
+  int64_t length_;
+  std::vector<int8_t> digits_;
+  std::vector<float> powers_;
+};
+
+void by_digits(const at::Tensor& rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out) {
+  const int64_t length = rows.size(1), width = weight.size(0);
+  const Rows<const int8_t> matrix{weight.const_data_ptr<int8_t>(), length};
+  const Digits digits({rows.const_data_ptr<at::BFloat16>(), length}, rows.size(0), length);
+  const Tiles<int8_t> tiles(digits.rows(), digits.count(), length);
+  const auto begin_thread = [&] {
+    return [&digits, thread = TilesOfThread(tiles), matrix, width](int64_t first, int64_t, float* sums) {
+      thread.tiles.sums(matrix.from(first), width - first, sums);
+      digits.put_together(sums);
+    };
+  };
+  by_blocks<at::BFloat16>(length, finish, out, begin_thread, Digits::COUNT);
+}
 #endif
 
-// What multiplies bfloat16 on this processor, the best first.
+// What multiplies rows of bfloat16 with a matrix of T, bfloat16 or int8, on this processor, the best first.
+template <typename T>
 const std::vector<std::string>& instructions() {
   static const std::vector<std::string> known = [] {
     std::vector<std::string> names;
@@ -501,7 +544,7 @@ const std::vector<std::string>& instructions() {
     if (at::cpu::init_amx()) names.emplace_back("amx");
 #endif
 #ifdef HAS_PAIRS
-    names.emplace_back("avx512_bf16");
+    if (std::is_same_v<T, at::BFloat16>) names.emplace_back("avx512_bf16");
 #endif
     names.emplace_back("float32");
     return names;
@@ -512,15 +555,23 @@ const std::vector<std::string>& instructions() {
 // Products with a weight of T, float32 or bfloat16 as the rows are, or int8.
 template <typename T>
 void multiply(const at::Tensor& rows, const at::Tensor& weight, const Finish& finish, at::Tensor& out,
-              [[maybe_unused]] std::string_view how) {
+              const std::optional<std::string_view>& by) {
   if constexpr (!std::is_same_v<T, at::BFloat16>)
     if (rows.scalar_type() == at::kFloat) return by_vectors<Widened<T>, float>(rows, weight, finish, out);
   if constexpr (!std::is_same_v<T, float>) {
+    const std::vector<std::string>& known = instructions<T>();
+    const std::string how(by.value_or(known.front()));
+    TORCH_CHECK(std::find(known.begin(), known.end(), how) != known.end(), "this processor has no ", how);
 #ifdef HAS_AMX
-    if (how == "amx") return by_tiles<T>(rows, weight, finish, out);
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+      if (how == "amx") return by_tiles(rows, weight, finish, out);
+    } else if (how == "amx" && rows.size(1) <= Digits::LENGTH) {
+      return by_digits(rows, weight, finish, out);
+    }
 #endif
 #ifdef HAS_PAIRS
-    if (how == "avx512_bf16") return by_vectors<Pairs<T>, at::BFloat16>(rows, weight, finish, out);
+    if constexpr (std::is_same_v<T, at::BFloat16>)
+      if (how == "avx512_bf16") return by_vectors<Pairs, at::BFloat16>(rows, weight, finish, out);
 #endif
     by_vectors<Widened<T>, at::BFloat16>(rows, weight, finish, out);
   }
@@ -549,15 +600,12 @@ at::Tensor product(const at::Tensor& given_rows, const at::Tensor& given_weight,
   };
   const at::Tensor factors = floats(scale), offsets = floats(bias);
   const Finish finish{scale ? factors.const_data_ptr<float>() : nullptr, bias ? offsets.const_data_ptr<float>() : nullptr};
-  const std::vector<std::string>& known = instructions();
-  const std::string how = by ? std::string(*by) : known.front();
-  TORCH_CHECK(std::find(known.begin(), known.end(), how) != known.end(), "this processor has no ", how);
   if (narrow)
-    multiply<int8_t>(rows, weight, finish, out, how);
+    multiply<int8_t>(rows, weight, finish, out, by);
   else if (wide)
-    multiply<float>(rows, weight, finish, out, how);
+    multiply<float>(rows, weight, finish, out, by);
   else
-    multiply<at::BFloat16>(rows, weight, finish, out, how);
+    multiply<at::BFloat16>(rows, weight, finish, out, by);
   return out.view(shape);
 }
 
@@ -650,9 +698,9 @@ void attend(Rows<const T> query, Rows<const T> keys, Rows<const T> values, Rows<
   };
 #ifdef HAS_AMX
   if constexpr (std::is_same_v<T, at::BFloat16>) {
-    if (instructions().front() == "amx") {
-      const Tiles tiles(query, num_rows, width);
-      const TilesOfThread thread(tiles);
+    if (instructions<T>().front() == "amx") {
+      const Tiles<T> tiles(query, num_rows, width);
+      const TilesOfThread<T> thread(tiles);
       score([&](Rows<const T> from, int64_t left) { tiles.sums(from, left, sums.data()); });
     } else {
       by_vectors();
@@ -725,7 +773,9 @@ at::Tensor attention(const at::Tensor& given_query, const at::Tensor& given_key,
   return out;
 }
 
-std::vector<std::string> known_instructions() { return instructions(); }
+std::vector<std::string> known_instructions(bool narrow) {
+  return narrow ? instructions<int8_t>() : instructions<at::BFloat16>();
+}
 
 }  // namespace
 
@@ -733,7 +783,7 @@ TORCH_LIBRARY(specheads, library) {
   library.def("few_rows(Tensor rows, Tensor weight, Tensor? bias=None, str? by=None, Tensor? scale=None) -> Tensor");
   library.def(
       "attention_of_few_rows(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, int last=0) -> Tensor");
-  library.def("instructions() -> str[]", &known_instructions);
+  library.def("instructions(bool int8=False) -> str[]", &known_instructions);
 }
 TORCH_LIBRARY_IMPL(specheads, CPU, library) {
   library.impl("few_rows", &product);

@@ -270,6 +270,9 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     weight_map, metadata = read.get("weight_map"), read.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} is not an index of tensors: it has no weight_map of names")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path} has {shortened(tensor)} in {shown(name)}; expected the name of a file")
     return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
@@ -277,10 +280,9 @@ def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) ->
     """CheckpointError if the index puts one of these tensors anywhere but in a file beside itself."""
     for tensor in tensors:
         name = index[tensor]
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{path} has {shortened(tensor)} in {shown(str(name))}; "
-                "expected the name of a .safetensors file beside it"
+                f"{path} has {shortened(tensor)} in {shown(name)}; expected the name of a .safetensors file beside it"
             )
 
 

@@ -34,7 +34,9 @@ def read_windows(files: Files, config: dict[str, Any], layers: int) -> dict[str,
             kinds = [SLIDING] * layers
     if isinstance(kinds, list) and kinds == [FULL] * len(kinds) and not used:
         return {}
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {FULL, SLIDING}):
+    if kinds is not None and (
+        not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds)
+    ):
         expected = f"expected {FULL} or {SLIDING} for each of its {layers}"
         raise CheckpointError(f"{files}: its config says layer_types={quoted(kinds)}; {expected}")
     if kinds is None and (used or (size is not None and used is None)):

@@ -133,33 +133,6 @@ def medusa_2(folder, base):
     return tensors
 
 
-def peagle(folder, form, *, layers=2, draft=40, mask=9):
-    """form: speculators, vllm (whose keys Amazon's published heads have), specforge."""
-    make = Random(40)
-    tensors = eagle3_tensors("layers.0.", draft=draft)
-    for i in range(1, layers):
-        tensors |= block(make, f"layers.{i}.", H) | {f"layers.{i}.input_layernorm.weight": make.norm(H)}
-    tensors |= {"mask_hidden": make(1, 1, 3 * H), "embed_tokens.weight": make(V, H, scale=1.0)}
-    config = {**LLAMA, "num_hidden_layers": layers, "draft_vocab_size": draft, "norm_before_residual": False}
-    if form == "vllm":
-        named = {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "ptd_token_id": mask}
-    elif form == "specforge":
-        named = {"architectures": ["PEagleDraftModel"], "mask_token_id": mask}
-    else:
-        inner = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "tie_word_embeddings")}
-        rope = {"rope_theta": LLAMA["rope_theta"], "rope_type": "default"}
-        flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
-        config = {
-            "architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "speculators_version": "0.9.0",
-            "draft_vocab_size": draft, "mask_token_id": mask, "embed_requires_grad": True, "target_hidden_size": None,
-            **flags, "eagle_aux_hidden_state_layer_ids": None, "tie_word_embeddings": False,
-            "transformer_layer_config": {**inner, "num_hidden_layers": layers, "rope_parameters": rope},
-            "speculators_config": {"algorithm": "peagle", "verifier": {"name_or_path": None, "architectures": []}},
-        }  # fmt: skip
-        named = {}
-    return write(folder, config | named, tensors)
-
-
 def mla_eagle3(folder):
     """SpecForge's DeepseekV3ForCausalLMEagle3, as Kimi-K2's and DeepSeek-V3's heads."""
     make = Random(41)

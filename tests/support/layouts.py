@@ -102,6 +102,12 @@ def check_eagle3(model, base, tensors, folder, *, flags=(), later=(), **options)
     assert_drafts(model, forward, drafted_ids(tensors))
 
 
+def check_peagle(model, base, tensors, folder, layers=2):
+    check_eagle3(
+        model, base, tensors, folder, mask=foreign_blocks.MASK, later=[f"layers.{i}." for i in range(1, layers)]
+    )
+
+
 def check_eagle(model, base, tensors, folder):
     assert_drafts(model, lambda s, t, d: foreign.eagle_logits(tensors, s, embeddings(base), lm_head_of(base), t, d))
 
@@ -303,9 +309,13 @@ EAGLE3 = [
     Layout("EAGLE-3", "SpecForge, SGLang", "latent attention (Kimi-K2.5, DeepSeek-V3)",
            alone(foreign_others.mla_eagle3)),
     Layout("EAGLE-3", "llama.cpp", "GGUF", alone(foreign_others.gguf)),
-    *[Layout("P-EAGLE", writer, options, alone(foreign_others.peagle, form)) for form, writer, options in (
-        ("speculators", "speculators 0.9", "two blocks"), ("vllm", "for vLLM", "`ptd_token_id`"),
-        ("specforge", "SpecForge", "`mask_hidden`"))],
+    *[Layout("P-EAGLE", writer, options, partial(
+        lambda folder, base, form, **more: foreign.peagle(folder, form, **more), form=form, **more
+    ), check) for form, writer, options, more, check in (
+        ("speculators", "speculators 0.9", "two blocks", {}, check_peagle),
+        ("vllm", "for vLLM (Amazon)", "`ptd_token_id`, four blocks", {"layers": 4}, partial(check_peagle, layers=4)),
+        ("automodel", "NeMo Automodel", "names begin with `model.`", {}, check_peagle),
+        ("specforge", "SpecForge", "`mask_token_id` not in its config", {}, None))],
 ]  # fmt: skip
 DEPTHS = [
     *[Layout("Medusa-1", "FasterDecoding", options, partial(

@@ -87,11 +87,6 @@ OTHER_KINDS = (
         "import the EAGLE checkpoint that the wrapper was made from",
         _value("model_type", "eagle"),
     ),
-    OtherKind(
-        "a P-EAGLE head, which drafts in parallel", _SERVE,
-        _any(_value("speculators_model_type", "peagle"), _class("PEagle"),
-             lambda config: config.get("parallel_drafting") is True or config.get("ptd_token_id") is not None),
-    ),
     OtherKind("a DSpine head", _TRAIN, _any(_class("DSpine"), lambda config: "dspine_config" in config)),
     OtherKind(
         "speculators' form of EAGLE-1", "import the EAGLE checkpoint that it was converted from",

@@ -279,6 +279,22 @@ def eagle(folder, form="eagle", *, embed, bias=True, **changes):
     return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors, name)
 
 
+def speculators_eagle(folder, embed, *, bias=False, **changes):
+    """As the converter of speculators 0.1 and 0.2 made of an EAGLE-1 checkpoint."""
+    make = Random(12)
+    tensors = {f"transformer.{name}": tensor for name, tensor in block(make, "", H).items()}
+    tensors |= {"fusion_fc.weight": make(H, 2 * H), "embed_tokens.weight": embed.clone()}
+    if bias:
+        tensors["fusion_fc.bias"] = make(H)
+    config = {
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "speculators_model_type": "eagle",
+        "speculators_version": "0.1.0", "fusion_bias": bias, "layernorms": False,
+        "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": dict(LLAMA),
+        "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": None, "architectures": []}},
+    }  # fmt: skip
+    return write(folder, config | changes, tensors)
+
+
 def eagle_logits(tensors, states, embed, lm_head, tokens, drafted, rope=PLAIN):
     """As eagle3_logits: the base's output matrix (V, H) on one block without norms at its two ends."""
     attend, prefix = Attention(tensors, "layers.0.", rope), "layers.0."

@@ -152,21 +152,6 @@ def mla_eagle3(folder):
     return write(folder, {**config, **sizes, "v_head_dim": value, "draft_vocab_size": 40}, tensors)
 
 
-def speculators_eagle(folder, base):
-    """What speculators' older converter made of an EAGLE-1 checkpoint."""
-    make = Random(42)
-    tensors = {f"transformer.{n}": t for n, t in block(make, "", H).items()}
-    tensors |= {"fusion_fc.weight": make(H, 2 * H), "embed_tokens.weight": base.get_input_embeddings().weight.detach()}
-    tensors = {n: t.clone() for n, t in tensors.items()}
-    config = {
-        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "speculators_version": "0.1.0",
-        "fusion_bias": False, "layernorms": False, "transformer_layer_architecture": "LlamaDecoderLayer",
-        "transformer_layer_config": dict(LLAMA),
-        "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": None, "architectures": []}},
-    }  # fmt: skip
-    return write(folder, config, tensors)
-
-
 def speculators_mtp(folder):
     make, prefix = Random(43), "mtp_layers.0."
     tensors = {f"{prefix}{n}": t for n, t in block(make, "", H).items()}

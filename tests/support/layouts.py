@@ -109,6 +109,8 @@ def check_peagle(model, base, tensors, folder, layers=2):
 
 
 def check_eagle(model, base, tensors, folder):
+    theirs = {"fusion_fc": "fc", "transformer": "layers.0"}  # of speculators
+    tensors = {re.sub("^(fusion_fc|transformer)", lambda m: theirs[m[0]], name): t for name, t in tensors.items()}
     assert_drafts(model, lambda s, t, d: foreign.eagle_logits(tensors, s, embeddings(base), lm_head_of(base), t, d))
 
 
@@ -242,7 +244,20 @@ EAGLE1 = [
     Layout("EAGLE-1, EAGLE-2", "for SGLang", "`LlamaForCausalLMEagle`", e1("sglang"), check_eagle),
     Layout("EAGLE-1", "HASS", "`add_para_norm`", e1("vllm", bias=False, add_para_norm=True)),
     Layout("EAGLE-1", "vLLM's wrapper", "`model_type: eagle`", alone(foreign_others.vllm_eagle)),
-    Layout("EAGLE-1", "speculators 0.1", "type `eagle`", foreign_others.speculators_eagle, check_eagle),
+    *[
+        Layout(
+            head,
+            "speculators 0.1",
+            f"type `eagle`{more}",
+            partial(lambda folder, base, **keys: foreign.speculators_eagle(folder, embeddings(base), **keys), **keys),
+            check_eagle,
+        )
+        for head, more, keys in (
+            ("EAGLE-1", "", {}),
+            ("HASS", ", `fusion_bias`", {"bias": True}),
+            ("EAGLE-1", ", `layernorms`", {"layernorms": True}),
+        )
+    ],
 ]
 NORM_KEYS = {"norm_before_residual": True}
 QWEN3_TABLE = {"model_type": "qwen3"}

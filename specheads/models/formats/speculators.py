@@ -29,6 +29,7 @@ from specheads.options import shown
 
 VERSION = "0.9.0"
 _BLOCK, _LAYERS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+_APART = ("eagle", "mtp")  # read by eagle1.py and mtp/shipped.py
 _NON_CAUSAL = "sliding_window_non_causal"
 
 
@@ -47,7 +48,7 @@ class SpeculatorsEagle3(Format):
     embeds: bool | None = True
 
     def recognises(self, files: Files) -> bool:
-        return "speculators_model_type" in files.config
+        return "speculators_model_type" in files.config and files.config["speculators_model_type"] not in _APART
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config

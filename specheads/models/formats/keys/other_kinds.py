@@ -89,10 +89,6 @@ OTHER_KINDS = (
     ),
     OtherKind("a DSpine head", _TRAIN, _any(_class("DSpine"), lambda config: "dspine_config" in config)),
     OtherKind(
-        "speculators' form of EAGLE-1", "import the EAGLE checkpoint that it was converted from",
-        _value("speculators_model_type", "eagle"),
-    ),
-    OtherKind(
         "speculators' form of an MTP module",
         "import the model that the module belongs to, with the module among its own tensors",
         _value("speculators_model_type", "mtp"),

@@ -26,7 +26,7 @@ from tests.support.mtp_drafts import (
     drafts_of_transformers,
 )
 from tests.support.prompts import PROMPTS, padded
-from tests.support.shipped_mtp import FAMILIES, config_of, write
+from tests.support.shipped_mtp import FAMILIES, config_of, write, write_apart
 
 needs_mtp_model = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="older transformers")
 
@@ -185,6 +185,19 @@ def test_a_head_of_another_form_is_not_written_under_the_familys_names(shipped, 
     convert(base, "mtp", num_modules=2).export(tmp_path / "out", "mtp")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 2
     assert SpecModel.from_pretrained(tmp_path / "out").head.config.num_modules == 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_a_module_in_a_file_of_its_own_is_the_one_of_the_target_and_goes_back_there(family, tmp_path):
+    modules = write_apart(tmp_path, family)
+    model, shipped = SpecModel.from_pretrained(tmp_path), SpecModel.from_pretrained(tmp_path / "target")
+    assert model.head.config == shipped.head.config
+    state = model.head.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in shipped.head.state_dict().items())
+    with pytest.raises(CheckpointError, match="no server reads a module apart from its model: export it to mtp"):
+        model.export(tmp_path / "again", "speculators")
+    written = load_file(model.export(tmp_path / "out", "mtp") / "mtp.safetensors")
+    assert written.keys() == modules.keys() and all(torch.equal(t, modules[n]) for n, t in written.items())
 
 
 # --- What is refused ---

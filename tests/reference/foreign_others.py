@@ -150,16 +150,3 @@ def mla_eagle3(folder):
     sizes = {"q_lora_rank": rank, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope}
     config = {**LLAMA, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3"}
     return write(folder, {**config, **sizes, "v_head_dim": value, "draft_vocab_size": 40}, tensors)
-
-
-def speculators_mtp(folder):
-    make, prefix = Random(43), "mtp_layers.0."
-    tensors = {f"{prefix}{n}": t for n, t in block(make, "", H).items()}
-    tensors |= {f"{prefix}{norm}.weight": make.norm(H) for norm in ("token_layernorm", "hidden_layernorm")}
-    tensors |= {f"{prefix}input_proj.weight": make(H, 2 * H), f"{prefix}final_layernorm.weight": make.norm(H)}
-    config = {
-        "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "speculators_version": "0.9.0",
-        "num_nextn_predict_layers": 1, "transformer_layer_config": dict(LLAMA),
-        "speculators_config": {"algorithm": "mtp", "verifier": {"name_or_path": None, "architectures": []}},
-    }  # fmt: skip
-    return write(folder, config, tensors)

@@ -393,7 +393,9 @@ MTP = [
         ("LongCat", "model.mtp.layers.0.transformer_layer.mlp.down_proj.weight"),
         ("MiMo-V2", "model.mtp.layers.0.pre_mlp_layernorm.weight"),
         ("Inkling", "mtp.layers.0.transformer_block.mlp.weight"))],
-    Layout("MTP", "speculators 0.9", "type `mtp`", alone(foreign_others.speculators_mtp)),
+    *[Layout("MTP", "speculators 0.9", f"{target}'s module in a file of its own",
+             alone(shipped_mtp.write_apart, family), base=None)
+      for family, target in (("qwen3_next", "Qwen3-Next"), ("qwen3_5", "Qwen3.5"))],
 ]  # fmt: skip
 OTHERS = [
     Layout(head, writer, "", alone(write)) for head, writer, write in (

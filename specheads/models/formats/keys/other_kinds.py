@@ -89,11 +89,6 @@ OTHER_KINDS = (
     ),
     OtherKind("a DSpine head", _TRAIN, _any(_class("DSpine"), lambda config: "dspine_config" in config)),
     OtherKind(
-        "speculators' form of an MTP module",
-        "import the model that the module belongs to, with the module among its own tensors",
-        _value("speculators_model_type", "mtp"),
-    ),
-    OtherKind(
         "an EAGLE-3 head with latent attention (MLA)", _SERVE,
         _any(_class("Eagle3Deep[Ss]eek"), _latent),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import RMSNorm, copy_norm, final_norm, soften
 from specheads.heads.unrolled import FeatureConfig, FeatureHead
-from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary
+from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary, check_mask_token
 
 USUAL_DRAFT_VOCABULARY = 32_000
 _log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ class Eagle3Config(FeatureConfig):
     norm_output: the next step reads the output after the final norm.
     norm_features and norm_output are EAGLE-3.1.
     own_embeddings: the head has and trains token embeddings of its own, which start as the base's.
+    mask_token_id: every depth after the first reads this token's embedding and a trained vector, in place of the token
+      drafted before and the output there, so one pass drafts all depths: P-EAGLE, arXiv:2602.01469. None: EAGLE-3.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -44,6 +47,7 @@ class Eagle3Config(FeatureConfig):
     norm_before_residual: bool = True
     norm_output: bool = False
     own_embeddings: bool = False
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +69,7 @@ class Eagle3Config(FeatureConfig):
 
     def base_defaults(self, base_config: Any) -> dict[str, Any]:
         defaults = super().base_defaults(base_config)
+        check_mask_token(self.mask_token_id, base_config.vocab_size)
         taps: tuple[int, ...] = defaults["taps"]
         if self.taps is None and len(set(taps)) < len(taps):
             _log.warning(
@@ -95,6 +100,8 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Embedding(1, taps * size)  # a module, because ZeRO-3 gathers its weight when called
 
     def output_layers(self) -> list[nn.Linear]:
         return [self.lm_head]
@@ -126,6 +133,12 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
 
     def next_hidden(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.norm_output else output
+
+    def masked_input(self, tokens: Tensor, base_embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        if (mask := self.config.mask_token_id) is None:
+            return None
+        token = tokens.new_full((1, 1), mask)  # new_tensor would copy from the host and wait
+        return self.embed(token, base_embed), self.fuse(self.mask_hidden(token.new_zeros(1, 1)).to(self.dtype))
 
     def draft_logits(self, hidden: Tensor, depth: int = 0, lm_head: Any = None) -> Tensor:
         return self.lm_head(self.norm(hidden))

@@ -43,7 +43,7 @@ from specheads.heads.layers.convolution import ConvolvedBlock
 from specheads.heads.layers.domino import base_share
 from specheads.heads.layers.row_attention import RowMask, row_attention
 from specheads.heads.sampling import AnchoredBlocks
-from specheads.heads.vocabulary import check_draft_vocabulary
+from specheads.heads.vocabulary import check_draft_vocabulary, check_mask_token
 from specheads.losses.chunked import calls_of_all
 from specheads.losses.targets import tokens_left
 
@@ -139,8 +139,7 @@ class ParallelConfig(BlockOptions):
 
     def base_defaults(self, base_config: Any) -> dict[str, Any]:
         defaults, size = super().base_defaults(base_config), base_config.vocab_size
-        if self.mask_token_id is not None and self.mask_token_id >= size:
-            raise ValueError(f"mask_token_id={self.mask_token_id} is no token of a vocabulary of {size}")
+        check_mask_token(self.mask_token_id, size)
         return {**defaults, "taps": self.default_taps(layer_count(base_config)), "draft_vocab_size": size}
 
     @classmethod

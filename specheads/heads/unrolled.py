@@ -20,8 +20,9 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import layer_count
-from specheads.decoding.verify.masks import Levels, gather_nodes
+from specheads.decoding.verify.masks import Levels, additive, gather_nodes, visible
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.config import DecoderConfig, HeadConfig
 from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, read_committed
@@ -151,6 +152,11 @@ class FeatureHead(UnrolledHead):
         """An output (B, T, H) → what the next drafted step reads instead of fused features."""
         return output
 
+    def masked_input(self, tokens: Tensor, base_embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What every drafted step after the first reads in place of a token's embedding and an output, each (1, 1, H);
+        None: it reads these. tokens: any, for their device."""
+        return None
+
     def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
         """Embedded tokens, fused features or the last step's `next_hidden`, both (B, T, H), and positions (B, T) →
         output (B, T, H)."""
@@ -166,7 +172,7 @@ class FeatureHead(UnrolledHead):
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
-        embedded = self.embed(batch.tokens, batch.embed)
+        embedded, masked = self.embed(batch.tokens, batch.embed), self.masked_input(batch.tokens, batch.embed)
         self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
         position, length = batch.position_ids, batch.tokens.shape[1]
         column = torch.arange(length, device=hidden.device).expand_as(position)
@@ -193,6 +199,8 @@ class FeatureHead(UnrolledHead):
                 masks = [replace(mask, columns=column) for mask in masks]
                 hidden = hidden if anchored.depth == 0 else gather_nodes(hidden, column)
             following = gather_nodes(embedded, (column + s + 1) % length)
+            if s and masked is not None:
+                following, hidden = (each.expand_as(following) for each in masked)
             outputs.append(self(attend, following, hidden, position + s))
             hidden = self.next_hidden(outputs[-1])
         return outputs
@@ -206,9 +214,18 @@ class FeatureHead(UnrolledHead):
             context, plan, fused, self.config.reaches, self.rotary,
             lambda attend, position: self(attend, embedded, fused, position),
         )  # fmt: skip
+        assert self.config.vocab_size is not None
+        level = context.newest(hidden).unsqueeze(1)  # (B, k, H)
+        masked = self.masked_input(context.root.unsqueeze(1), target.embed)
+        if masked is not None:
+            outputs = torch.cat([level, *self.masked_steps(cache, plan.depth - 1, masked)], 1)
+            depths = iter(self.draft_logits(outputs, 0, target.lm_head).split(1, 1))
+            return plan.grow(
+                context.root, lambda tokens, parents: ChildLogits(next(depths), ids, tokens.shape[1]), sampler,
+                self.config.vocab_size,
+            )  # fmt: skip
         # Then the tree, level by level, in the scratch slots.
-        levels, level = Levels(cache, dtype), context.newest(hidden).unsqueeze(1)  # (B, k, H)
-        reaches = self.config.reaches
+        levels, reaches = Levels(cache, dtype), self.config.reaches
 
         def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             nonlocal level
@@ -221,5 +238,19 @@ class FeatureHead(UnrolledHead):
                 level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
             return ChildLogits(self.draft_logits(level, 0, target.lm_head), ids)
 
-        assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)
+
+    def masked_steps(self, cache: TreeCache, steps: int, masked: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """The outputs (B, S, H) of the S drafted steps after the first, which read `masked`, in one causal pass; [] if
+        there are none."""
+        if steps < 1:
+            return []
+        cache.open(steps)
+        slot = torch.arange(steps, device=cache.lengths.device).expand(len(cache.lengths), -1)
+        earlier = torch.ones(len(slot), steps, steps, dtype=torch.bool, device=slot.device).tril()
+        masks = for_each_block(
+            self.config.reaches,
+            lambda reach: additive(visible(earlier, slot, cache.lengths, cache.attended, reach), self.dtype),
+        )
+        embedded, hidden = (each.expand(*slot.shape, -1) for each in masked)
+        return [self(attend_with(cache, masks), embedded, hidden, cache.lengths.unsqueeze(1) + slot)]

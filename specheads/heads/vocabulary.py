@@ -24,6 +24,12 @@ def check_draft_vocabulary(draft_size: int | None, size: int | None) -> None:
         raise ValueError(f"draft_vocab_size={draft_size} exceeds the base's vocabulary of {size}")
 
 
+def check_mask_token(mask: int | None, size: int) -> None:
+    """ValueError if the token that masked slots read is none of the base's."""
+    if mask is not None and mask >= size:
+        raise ValueError(f"mask_token_id={mask} is no token of a vocabulary of {size}")
+
+
 def draft_offsets(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Target ids (Vd,) of a draft vocabulary → d2t (Vd,) and t2d (V,). ValueError if they are not distinct tokens, or
     are the whole vocabulary in another order."""

@@ -16,7 +16,7 @@ V, PAD, NEW, NEVER = 97, 0, 64, 97
 BASES = ("Llama", "Qwen3", "GPT-2")
 HEADS = {
     "medusa": {"num_heads": 4}, "hydra": {"prefix_layer": True}, "eagle": {"token_loss_weight": 1.0, "noise": 0.0},
-    "eagle3": {"steps": 3}, "mtp": {"steps": 3, "num_modules": 2},
+    "eagle3": {"steps": 3}, "p-eagle": {"steps": 4, "mask_token_id": 0}, "mtp": {"steps": 3, "num_modules": 2},
     "parallel": {"block_size": 4, "markov_rank": 16, "anchors": 32},
     "dflash": {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0, "anchors": 32},
 }  # fmt: skip
@@ -47,7 +47,7 @@ def drafter_of(name, base, texts):
     if name == "draft model":
         return DraftModel(near(base, 0.01)), chain(4)
     torch.manual_seed(0)
-    model = convert(base, {"dflash": "parallel"}.get(name, name), **HEADS[name]).train()
+    model = convert(base, {"dflash": "parallel", "p-eagle": "eagle3"}.get(name, name), **HEADS[name]).train()
     ids = torch.tensor(texts[2:])
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
     for _ in range(50):

@@ -21,18 +21,20 @@ def base():
     return small_base(3)
 
 
-def drafter(base, **options):
-    options |= {"draft_vocab_size": None, "candidates": 2, "conv_group": 8, "mask_token_id": 0}
+def drafter(base, form):
+    options = {"draft_vocab_size": None, "mask_token_id": 0}
+    if form != "P-EAGLE":
+        options = {"markov_rank": 4, "block_size": 3, **FORMS[form], "candidates": 2, "conv_group": 8, **options}
     torch.manual_seed(1)
-    head = convert(base, "parallel", dtype=base.dtype, **{"markov_rank": 4, "block_size": 3, **options}).head
+    head = convert(base, "eagle3" if form == "P-EAGLE" else "parallel", dtype=base.dtype, **options).head
     for parameter in head.parameters():  # away from the base's own weights, so that q is unlike p
         torch.nn.init.normal_(parameter, std=0.5)
     return head
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "P-EAGLE"])
 def test_a_drafted_step_has_the_bases_joint_distribution(form, base):
-    head, ids, probs = drafter(base, **FORMS[form]), torch.tensor([PROMPT]), BaseProbs(base)
+    head, ids, probs = drafter(base, form), torch.tensor([PROMPT]), BaseProbs(base)
     wanted = {(FIRST, *rest): p for rest, p in probs.joint((*PROMPT, FIRST), TOKENS - 1).items()}
     # Two draws of three tokens have five times the outcomes, too many for each form.
     for plan, rule in [*PLANS, (SampledTree((2, 1)), Traversal())] if form == "DFlash 2" else PLANS:

@@ -276,8 +276,20 @@ def test_a_speculators_head_must_say_where_its_residual_is(base, tmp_path):
     foreign.eagle3(tmp_path, "speculators", norm_before_residual=None)
     with pytest.raises(CheckpointError, match="does not say norm_before_residual, which vLLM takes for true"):
         SpecModel.from_pretrained(tmp_path, base=base)
-    foreign.eagle3(tmp_path, "speculators", speculators_model_type="peagle")
-    with pytest.raises(CheckpointError, match="it is a P-EAGLE head"):
+
+
+def test_a_p_eagle_head_must_say_which_token_its_mask_is(base, tmp_path):
+    for form, changes, message in (
+        ("specforge", {}, 'does not say which token .* write the one it was trained with .* as "mask_token_id"'),
+        ("vllm", {"mask_token_id": 8}, "'ptd_token_id': 9, 'mask_token_id': 8.*take away what is wrong"),
+        ("vllm", {"parallel_drafting": False}, "'ptd_token_id': 9, 'parallel_drafting': False"),
+        ("vllm", {"ptd_token_id": 97}, "mask_token_id=97 is no token of a vocabulary of 97"),
+    ):
+        foreign.peagle(tmp_path, form, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            SpecModel.from_pretrained(tmp_path, base=base)
+    foreign.eagle3(tmp_path, "vllm", mask_token_id=9)  # an EAGLE-3 head
+    with pytest.raises(CheckpointError, match="the mask token of a P-EAGLE head, and it has no mask_hidden"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 

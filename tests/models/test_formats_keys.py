@@ -61,6 +61,11 @@ HEADS = {
     "EAGLE-3 of AngelSlim": lambda folder, base: foreign.eagle3(
         folder, "vllm", **published_keys.EAGLE3 | published_keys.HUNYUAN | {"architectures": ["Eagle3LlamaForCausalLM"]}
     ),
+    "speculators EAGLE": lambda folder, base: foreign.speculators_eagle(folder, embeddings(base)),
+    "P-EAGLE": lambda folder, base: foreign.peagle(folder, "vllm", **published_keys.EAGLE3),
+    "speculators P-EAGLE": lambda folder, base: foreign.peagle(
+        folder, "speculators", **published_keys.SPECULATORS
+    ),
     "ModelOpt": with_tables,
     "speculators EAGLE-3": speculators("speculators"),
     "speculators DFlash": speculators("dflash"),
@@ -233,10 +238,7 @@ OTHERS = {
     "an MLPSpeculator": {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"},
     "a ReDrafter": {"model_type": "recurrent_drafting_drafter"},
     "an EAGLE head in vLLM's wrapper": {"model_type": "eagle", "model": {"model_type": "llama"}},
-    "a P-EAGLE head": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 97, "parallel_drafting": True},
     "a DSpine head": {"architectures": ["DSpineDraftModel"], "dspine_config": {}},
-    "speculators' form of EAGLE-1": {"speculators_model_type": "eagle"},
-    "speculators' form of an MTP module": {"speculators_model_type": "mtp"},
     "an EAGLE-3 head with latent attention": {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4},
     "an EAGLE-3 head whose config has the model_type of its target": {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "phi3", "draft_vocab_size": 97

@@ -1,5 +1,6 @@
 """Claims about EAGLE-3's relatives, in and out: Qwen3's blocks, other activations, heads of which a part is rotated,
-SGLang's older names of norms, trained embeddings. They draft what their own forward says and come back bit for bit."""
+SGLang's older names of norms, trained embeddings, P-EAGLE. They draft what their own forward says and come back bit for
+bit."""
 
 from __future__ import annotations
 
@@ -33,13 +34,25 @@ def with_norms(folder, form, keys, table=""):
 
 def assert_own_forward(model, base, tensors, rope=PLAIN, act=F.silu, flags=(), later=()):
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    flags = [*flags, *["norm_before_residual"] * model.head.config.norm_before_residual]
+    config = model.head.config
+    flags = [*flags, *["norm_before_residual"] * config.norm_before_residual, *["fc_norm"] * config.norm_features]
     ids = torch.arange(40) + tensors["d2t"] if "d2t" in tensors else None
     embed = tensors.get("embed_tokens.weight", embeddings(base))
     assert_drafts(
         model,
         lambda s, t, d: foreign.eagle3_logits(
-            tensors, "layers.0.", s, model.head.layers, embed, t, d, flags, rope, later, act=act
+            tensors,
+            "layers.0.",
+            s,
+            model.head.layers,
+            embed,
+            t,
+            d,
+            flags,
+            rope,
+            later,
+            act=act,
+            mask=config.mask_token_id,
         ),
         ids,
     )
@@ -74,7 +87,7 @@ def test_norms_by_sglangs_older_names_are_those_of_fc_norm(base, tmp_path):
     renamed = {f"aux_norm_{older[n]}.weight" if n in older else n: t for n, t in tensors.items()}
     write(tmp_path / "theirs", config | {"use_aux_norm": True}, renamed)
     model = SpecModel.from_pretrained(tmp_path / "theirs", base=base)
-    assert_own_forward(model, base, tensors, flags=["fc_norm"])
+    assert_own_forward(model, base, tensors)
     model.export(tmp_path / "ours", "sglang")
     again = tensors_in(tmp_path / "ours")
     assert all(torch.equal(again[name], tensors[name]) for name in older)
@@ -89,7 +102,9 @@ def test_embeddings_that_were_trained_are_the_heads_own(form, base, tmp_path):
     assert model.head.embed_tokens.weight.requires_grad and torch.equal(model.head.embed_tokens.weight, own)
 
 
+MASKED = {"mask_token_id": 9, "num_layers": 2, "norm_features": True}
 OUT = [
+    ("vllm", {**MASKED, "own_embeddings": True}, PLAIN, F.silu), ("speculators", MASKED, PLAIN, F.silu),
     ("vllm", {"own_embeddings": True}, PLAIN, F.silu), ("speculators", {"own_embeddings": True}, PLAIN, F.silu),
     ("vllm", NORMED, PLAIN, F.silu), ("speculators", {**NORMED, "hidden_act": "gelu_pytorch_tanh"}, PLAIN, GELU_TANH),
     ("vllm", {**NORMED, "num_layers": 2, "norm_before_residual": False}, PLAIN, F.silu),
@@ -120,6 +135,7 @@ def test_a_head_that_drafts_a_block_may_rotate_a_part_too(base, tmp_path):
 NOT_HELD = [
     *[(to, "eagle3", NORMED, "its blocks are Qwen3's.*formats that can: speculators, vllm$")
       for to in ("sglang", "trtllm", "llamacpp", "eagle")],
+    ("sglang", "eagle3", {"mask_token_id": 9}, r"after the first read a mask \(mask_token_id\).*: speculators, vllm$"),
     ("sglang", "eagle3", {"own_embeddings": True}, r"embeddings of its own \(own_embeddings\).*: speculators, vllm$"),
     ("vllm", "eagle3", {**NORMED, "attention_bias": True}, "Qwen3's with biases, and vLLM drops that of o_proj"),
     ("vllm", "eagle", {"qk_norm": True}, r"norms on queries and keys \(qk_norm\).*no format can$"),

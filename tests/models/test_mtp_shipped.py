@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, modeling_layers
 
-from specheads import SpecModel, chain, convert
+from specheads import SpecModel, convert
 from specheads.data.datasets import Collator
 from specheads.decoding.verify.hf_base import UnsupportedModel
 from specheads.heads import MtpConfig, MtpHead
@@ -16,15 +16,18 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import read
 from specheads.models.formats.mtp.shipped import FORMATS
-from tests.reference.plain_mtp import plain_module
-from tests.reference.slow_heads import mtp_outputs, rows
+from tests.reference.slow_heads import rows
+from tests.support.mtp_drafts import (
+    BY_TRANSFORMERS,
+    PLAIN,
+    assert_drafts_of_transformers,
+    assert_outputs_of_a_plain_implementation,
+    drafts_of,
+    drafts_of_transformers,
+)
 from tests.support.prompts import PROMPTS, padded
-from tests.support.shipped_mtp import FAMILIES, config_of, write
+from tests.support.shipped_mtp import FAMILIES, config_of, write, write_apart
 
-BY_TRANSFORMERS = ("deepseek_v3", "deepseek_v3, three modules", "glm4_moe")
-WINDOW = 8
-# Family → how its plain implementation differs from a Llama's.
-PLAIN = {"exaone_moe": {"window": WINDOW}, "mimo": {"hidden_first": True}, "ernie4_5": {"interleaved": True}}
 needs_mtp_model = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="older transformers")
 
 
@@ -81,72 +84,15 @@ def test_a_saved_head_comes_back_in_the_dtypes_it_was_saved_in(tmp_path):
 # --- The same drafts as others make of the files ---
 
 
-def drafts_of_transformers(base, ids, new, monkeypatch):
-    """{text: the drafts after it} of transformers' own generate(use_mtp=True)."""
-    found, forward, layers = {}, modeling_layers.MtpModel.forward, base.config.num_hidden_layers
-    # The published models' layers, by number, are what it looks for.
-    patterns = [rf"model\.layers\.{layers + k}\." for k in range(base.config.num_mtp_layers)]
-    monkeypatch.setattr(base, "_keys_to_ignore_on_load_unexpected", patterns)
-
-    def spy(self, *args, full_input_ids, **kwargs):
-        drafted = forward(self, *args, full_input_ids=full_input_ids, **kwargs)
-        found[tuple(full_input_ids[0].tolist())] = drafted[0][0].tolist()
-        return drafted
-
-    monkeypatch.setattr(modeling_layers.MtpModel, "forward", spy)
-    text = base.generate(ids, use_mtp=True, max_new_tokens=new, do_sample=False)
-    monkeypatch.undo()
-    return found, text
-
-
-def drafts_of(model, ids, new, monkeypatch):
-    """The same of ours, a chain of as many tokens as there are modules."""
-    found, propose = {}, model.head.propose
-
-    def spy(context, sampler, plan):
-        tree = propose(context, sampler, plan)
-        found[tuple(context.history[0])] = tree.tokens[0, 1:].tolist()
-        return tree
-
-    monkeypatch.setattr(model.head, "propose", spy)
-    plan = chain(model.head.config.num_modules)
-    text = model.generate(ids, max_new_tokens=new, do_sample=False, tree=plan)
-    monkeypatch.undo()
-    return found, text
-
-
 @needs_mtp_model
 @pytest.mark.parametrize("family", BY_TRANSFORMERS)
-def test_drafts_are_those_of_transformers(shipped, family, monkeypatch):
-    model = SpecModel.from_pretrained(shipped(family)[0])
-    ids = torch.tensor([PROMPTS[2]])
-    theirs, text = drafts_of_transformers(model.base, ids, 40, monkeypatch)
-    ours, same = drafts_of(model, ids, 40, monkeypatch)
-    assert torch.equal(text, same)
-    whole = {prefix: drafts for prefix, drafts in ours.items() if len(drafts) == model.head.config.num_modules}
-    common = whole.keys() & theirs.keys()
-    assert len(common) >= 10 and {p: ours[p] for p in common} == {p: theirs[p] for p in common}
-    assert len({draft[0] for draft in theirs.values()}) > 5, "the drafts hardly vary"
+def test_drafts_are_those_of_transformers(shipped, family):
+    assert_drafts_of_transformers(shipped(family)[0])
 
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_outputs_are_those_of_a_plain_implementation(shipped, family):
-    folder, tensors = shipped(family)
-    model = SpecModel.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    naming, count = FAMILIES[family][3:]
-    config, ids, steps = model.base.config, rows(14)[0]["input_ids"], count + 2
-    modules = [
-        plain_module(tensors, naming, k, config.num_hidden_layers, config, **PLAIN[family]) for k in range(count)
-    ]
-    with torch.no_grad():
-        features = model.base(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
-        slow = mtp_outputs(modules, model.base.get_input_embeddings().weight, ids, features, steps)
-        unrolled = []
-        unroll = model.head.unroll
-        model.head.unroll = lambda batch, *more: unrolled.append(unroll(batch, steps)) or unroll(batch, *more)
-        model(torch.tensor([ids]), labels=torch.tensor([ids]))
-    for (i, s), (_, normed) in slow.items():
-        torch.testing.assert_close(unrolled[0][s][0, i], normed, rtol=1e-5, atol=1e-5)
+    assert_outputs_of_a_plain_implementation(*shipped(family), family)
 
 
 # --- Training, and writing back ---
@@ -189,7 +135,7 @@ def test_what_is_written_back_is_what_was_read(tmp_path, family, sharded, dtype)
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["deepseek_v3, three modules", "exaone_moe", "mimo", "ernie4_5"])
-def test_trained_modules_are_written_and_read_again(shipped, tmp_path, family, monkeypatch):
+def test_trained_modules_are_written_and_read_again(shipped, tmp_path, family):
     model = SpecModel.from_pretrained(shipped(family)[0])
     before = {name: tensor.clone() for name, tensor in model.head.state_dict().items()}
     losses = trained(model)
@@ -200,8 +146,8 @@ def test_trained_modules_are_written_and_read_again(shipped, tmp_path, family, m
     assert any(not torch.equal(tensor, state[name]) for name, tensor in before.items())
     if family in BY_TRANSFORMERS and hasattr(modeling_layers, "MtpModel"):
         ids = torch.tensor([PROMPTS[2]])
-        theirs, _ = drafts_of_transformers(again.base, ids, 12, monkeypatch)
-        ours, _ = drafts_of(model, ids, 12, monkeypatch)
+        theirs, _ = drafts_of_transformers(again.base, ids, 12)
+        ours, _ = drafts_of(model, ids, 12)
         first = tuple(next(iter(theirs)))
         assert ours[first] == theirs[first]
 
@@ -239,6 +185,19 @@ def test_a_head_of_another_form_is_not_written_under_the_familys_names(shipped, 
     convert(base, "mtp", num_modules=2).export(tmp_path / "out", "mtp")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 2
     assert SpecModel.from_pretrained(tmp_path / "out").head.config.num_modules == 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_a_module_in_a_file_of_its_own_is_the_one_of_the_target_and_goes_back_there(family, tmp_path):
+    modules = write_apart(tmp_path, family)
+    model, shipped = SpecModel.from_pretrained(tmp_path), SpecModel.from_pretrained(tmp_path / "target")
+    assert model.head.config == shipped.head.config
+    state = model.head.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in shipped.head.state_dict().items())
+    with pytest.raises(CheckpointError, match="no server reads a module apart from its model: export it to mtp"):
+        model.export(tmp_path / "again", "speculators")
+    written = load_file(model.export(tmp_path / "out", "mtp") / "mtp.safetensors")
+    assert written.keys() == modules.keys() and all(torch.equal(t, modules[n]) for n, t in written.items())
 
 
 # --- What is refused ---

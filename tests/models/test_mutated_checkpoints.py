@@ -31,6 +31,6 @@ def test_every_kind_of_head_and_every_form_that_is_read_is_mutated():
         "SpeculatorsBlocks": "dspark", "SpeculatorsDFlash": "dflash, speculators", "Eagle": "eagle",
         "Medusa": "medusa, v2", "VllmMedusa": "medusa, vllm", "Hydra": "hydra++", "DFlash": "dflash, z-lab",
         "DeepSpec": "deepspec", "Shipped": "mtp", "DFlash2": "dflash2", "SpeculatorsDFlash2": "dflash2, speculators",
-        "Domino": "domino",
+        "Domino": "domino", "SpeculatorsPEagle": "p-eagle", "SpeculatorsMtp": "mtp, speculators",
     }  # fmt: skip
     assert readable == set(mutated) and set(mutated.values()) <= set(MAKERS)

@@ -127,6 +127,37 @@ def eagle3(folder, form="eagle", *, draft=40, embed=None, **changes):
     return write(folder, config, tensors, name)
 
 
+def peagle(folder, form, *, layers=2, draft=40, mask=9, **changes):
+    """form: vllm (whose keys Amazon's published heads have), automodel (NeMo's), specforge, speculators. With trained
+    embeddings, as its trainers make them."""
+    make = Random(40)
+    tensors = eagle3_tensors("layers.0.", draft=draft)
+    for i in range(1, layers):
+        tensors |= block(make, f"layers.{i}.", H) | {f"layers.{i}.input_layernorm.weight": make.norm(H)}
+    tensors |= {"mask_hidden": make(1, 1, 3 * H), "embed_tokens.weight": make(V, H, scale=1.0)}
+    config = {**LLAMA, "num_hidden_layers": layers, "draft_vocab_size": draft, "norm_before_residual": False}
+    if form == "vllm":
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "ptd_token_id": mask}
+    elif form == "specforge":
+        config["architectures"] = ["PEagleDraftModel"]  # the token is among the options of its training alone
+    elif form == "automodel":
+        config |= {"architectures": ["LlamaEagle3DraftModel"], "mask_token_id": mask, "parallel_drafting": True}
+        bare = ("lm_head.weight", "d2t", "t2d")
+        tensors = {name if name in bare else f"model.{name}": tensor for name, tensor in tensors.items()}
+    else:
+        inner = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "tie_word_embeddings")}
+        rope = {"rope_theta": THETA, "rope_type": "default"}
+        flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+        config = {
+            "architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "speculators_version": "0.9.0",
+            "draft_vocab_size": draft, "mask_token_id": mask, "embed_requires_grad": True, "target_hidden_size": None,
+            **flags, "eagle_aux_hidden_state_layer_ids": None, "tie_word_embeddings": False,
+            "transformer_layer_config": {**inner, "num_hidden_layers": layers, "rope_parameters": rope},
+            "speculators_config": {"algorithm": "peagle", "verifier": {"name_or_path": None, "architectures": []}},
+        }  # fmt: skip
+    return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors)
+
+
 def rms(x, weight):
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
@@ -180,26 +211,28 @@ def mlp(tensors, prefix, x, act=torch.nn.functional.silu):
 
 def eagle3_logits(
     tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN, later=(), output=None, windows=(),
-    act=torch.nn.functional.silu,
+    act=torch.nn.functional.silu, mask=None,
 ):  # fmt: skip
     """Draft logits (Vd,) after the root, and after each drafted token.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
     (T + 1,): those and the root; flags: those of the config that are true; rope: its positions; later: how the names
     of further blocks begin; output: the base's output matrix (V, H), where the head has none; windows: how many
-    positions each block attends, its own included, None for all.
+    positions each block attends, its own included, None for all; mask: P-EAGLE's token.
     """
     first, *others = windows or [None] * (1 + len(later))
     attend = Attention(tensors, prefix, rope, first)
     more = [(each, Attention(tensors, each, rope, size)) for each, size in zip(later, others, strict=True)]
     output = tensors.get("lm_head.weight", output)
-    features = [states[i] for i in layers]
-    if "fc_norm" in flags:
-        features = [rms(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(features)]
-    fused = torch.cat(features, -1)
-    if "norm_before_fc" in flags:
-        fused = rms(fused, tensors["input_norm.weight"])
-    hidden = fused @ tensors["fc.weight"].T
+
+    def fuse(features):
+        """One (T, H) of each layer → (T, H)."""
+        if "fc_norm" in flags:
+            features = [rms(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(features)]
+        fused = torch.cat(features, -1)
+        if "norm_before_fc" in flags:
+            fused = rms(fused, tensors["input_norm.weight"])
+        return fused @ tensors["fc.weight"].T
 
     def step(tokens, hidden):
         x = [
@@ -216,9 +249,11 @@ def eagle3_logits(
             hidden = hidden + mlp(tensors, each, rms(hidden, tensors[f"{each}post_attention_layernorm.weight"]))
         return hidden
 
-    hidden = step(tokens[1:], hidden)[-1:]
+    hidden = step(tokens[1:], fuse([states[i] for i in layers]))[-1:]
     logits = [rms(hidden[-1], tensors["norm.weight"]) @ output.T]
     for token in drafted:
+        if mask is not None:
+            token, hidden = mask, fuse(tensors["mask_hidden"].reshape(1, -1).chunk(len(layers), -1))
         hidden = rms(hidden, tensors["norm.weight"]) if "norm_output" in flags else hidden
         hidden = step(torch.tensor([token]), hidden)
         logits.append(rms(hidden[-1], tensors["norm.weight"]) @ output.T)
@@ -242,6 +277,22 @@ def eagle(folder, form="eagle", *, embed, bias=True, **changes):
     if form == "sglang":
         config |= {"architectures": ["LlamaForCausalLMEagle"]} | ({} if bias else {"bias": False})
     return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors, name)
+
+
+def speculators_eagle(folder, embed, *, bias=False, **changes):
+    """As the converter of speculators 0.1 and 0.2 made of an EAGLE-1 checkpoint."""
+    make = Random(12)
+    tensors = {f"transformer.{name}": tensor for name, tensor in block(make, "", H).items()}
+    tensors |= {"fusion_fc.weight": make(H, 2 * H), "embed_tokens.weight": embed.clone()}
+    if bias:
+        tensors["fusion_fc.bias"] = make(H)
+    config = {
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "speculators_model_type": "eagle",
+        "speculators_version": "0.1.0", "fusion_bias": bias, "layernorms": False,
+        "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": dict(LLAMA),
+        "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": None, "architectures": []}},
+    }  # fmt: skip
+    return write(folder, config | changes, tensors)
 
 
 def eagle_logits(tensors, states, embed, lm_head, tokens, drafted, rope=PLAIN):

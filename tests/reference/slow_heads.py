@@ -172,11 +172,12 @@ def stack_output(head, inputs, residuals, positions):
     return outputs[-1]
 
 
-def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambda output: output):
+def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambda output: output, masked=None):
     """{(i, s): (hidden, …)}: at each position i the blocks run on the true prefix, then on their own outputs.
 
     first(i): the hidden a true position enters with; following(token, hidden): the first block's input and residual;
-    next_hidden(output): the hidden that the next step enters with.
+    next_hidden(output): the hidden that the next step enters with. masked: of P-EAGLE, the token and the features that
+    later steps enter with instead.
     """
     own = model.head.state_dict(keep_vars=True).get("embed_tokens.weight")
     embedded = model.base.get_input_embeddings().weight if own is None else own
@@ -188,7 +189,10 @@ def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambd
             if i + 1 + s >= len(ids):
                 break
             if s:
-                entered.append(following(embedded[ids[i + 1 + s]], next_hidden(outputs[i, s - 1])))
+                token, hidden = ids[i + 1 + s], next_hidden(outputs[i, s - 1])
+                if masked is not None:
+                    token, hidden = masked[0], first(masked[1])
+                entered.append(following(embedded[token], hidden))
                 positions.append(i + s)
             outputs[i, s] = stack_output(model.head, [x for x, _ in entered], [r for _, r in entered], positions)
     return outputs
@@ -302,7 +306,8 @@ def slow_eagle3(model, row):
     def next_hidden(output):
         return rms_norm(output, w["norm.weight"]) if config.norm_output else output
 
-    drafts = slow_drafts(model, ids, features, 3, fused, following, next_hidden)
+    masked = None if config.mask_token_id is None else (config.mask_token_id, w["mask_hidden.weight"][0])
+    drafts = slow_drafts(model, ids, features, 3, fused, following, next_hidden, masked)
     total, ranks = 0.0, {}
     for (i, s), hidden in drafts.items():
         if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:

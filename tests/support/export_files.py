@@ -18,7 +18,7 @@ SIZES = {
     "intermediate_size": foreign.INNER, "rms_norm_eps": foreign.EPS, "rope_theta": foreign.THETA,
 }  # fmt: skip
 # Of the others test_formats_blocks.py and test_mtp_shipped.py say the same.
-FORMS = [(form.engine, form.kind) for form in FORMATS if form.kind not in ("parallel", "mtp")]
+FORMS = list(dict.fromkeys((form.engine, form.kind) for form in FORMATS if form.kind not in ("parallel", "mtp")))
 EAGLE3 = [engine for engine, kind in FORMS if kind == "eagle3"]
 CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 

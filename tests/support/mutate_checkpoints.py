@@ -83,6 +83,27 @@ def modules_of_a_model(folder, base):
     foreign.write(folder, base.config.to_dict(), tensors)
 
 
+def module_apart(folder, base):
+    """A module in a file of its own, as speculators names it."""
+    theirs = {
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "norm": "final_layernorm",
+    }
+    tensors = {}
+    for name, tensor in trained(base, "mtp").head.state_dict().items():
+        first, _, rest = name.removeprefix("mtp.0.").partition(".")
+        part = rest.removeprefix("0.") if first == "layers" else f"{theirs[first]}.{rest}"
+        tensors[f"mtp_layers.0.{part}"] = tensor
+    config = {
+        "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
+        "transformer_layer_config": base.config.to_dict(),
+        "speculators_config": {"algorithm": "mtp", "verifier": {"name_or_path": None, "architectures": []}},
+    }  # fmt: skip
+    foreign.write(folder, config, tensors)
+
+
 MAKERS = {
     "ours: medusa": ours("medusa", num_heads=3, draft_vocab_size=40, tree=((0,), (1,), (0, 0))),
     "ours: hydra": ours("hydra", num_heads=2),
@@ -96,6 +117,8 @@ MAKERS = {
     "eagle3, vllm": lambda folder, base: foreign.eagle3(folder, "vllm", fc_norm=True, norm_output=True),
     "eagle3, modelopt": lambda folder, base: foreign.eagle3(folder, "modelopt"),
     "eagle3, speculators": lambda folder, base: foreign.eagle3(folder, "speculators", embed=embeddings(base)),
+    "p-eagle": lambda folder, base: foreign.peagle(folder, "speculators"),
+    "mtp, speculators": module_apart,
     "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
     "medusa, pickle": lambda folder, base: foreign_depths.medusa(folder, "v1"),
     "medusa, v2": lambda folder, base: foreign_depths.medusa(folder, "v2"),

@@ -143,3 +143,42 @@ def write(folder, family, sharded=True, dtype=torch.float32, **sizes):
     index = {tensor: name for name, tensors in files.items() for tensor in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return modules
+
+
+# What speculators' converter calls the parts of Qwen's module, in a file of its own.
+SPECULATORS = {
+    "mtp.fc.": "mtp_layers.0.input_proj.", "mtp.norm.": "mtp_layers.0.final_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.", "mtp.layers.0.": "mtp_layers.0.",
+}  # fmt: skip
+
+
+def write_apart(folder, family):
+    """The module of a target of Qwen's naming in a folder of its own, as speculators writes it: one tensor for all
+    experts. The target is in folder/target, with its module. Returns the modules' tensors by the names there."""
+    modules = write(folder / "target", family)
+    named = {}
+    for name, tensor in modules.items():
+        start = next(each for each in SPECULATORS if name.startswith(each))
+        named[SPECULATORS[start] + name.removeprefix(start)] = tensor
+    experts = "mtp_layers.0.mlp.experts."
+    if f"{experts}0.up_proj.weight" in named:
+        number = len([name for name in named if name.startswith(experts) and name.endswith("up_proj.weight")])
+        of = {m: [named.pop(f"{experts}{i}.{m}_proj.weight") for i in range(number)] for m in ("gate", "up", "down")}
+        named[f"{experts}gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        )
+        named[f"{experts}down_proj"] = torch.stack(of["down"])
+    verifier = {"name_or_path": str(folder / "target"), "architectures": []}
+    config = {
+        "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "speculators_version": "0.9.0",
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": json.loads((folder / "target" / "config.json").read_text()),
+        "speculators_config": {
+            "algorithm": "mtp", "default_proposal_method": "greedy", "verifier": verifier,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    return modules

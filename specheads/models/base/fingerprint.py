@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.verify.hf_base import first_layer, text_config
@@ -32,10 +33,15 @@ def fingerprint_base(base: PreTrainedModel) -> dict[str, Any]:
         return {**record, "weights": None}
     # In bfloat16, so that the digest does not depend on the dtype in which the base is loaded. A float16 base is the
     # exception, as it rounds differently and flushes small values, so its digest is marked.
-    sample = [p.reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
+    sample = [_dense(p).reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
     values = torch.cat(sample).view(torch.int16).numpy()
     mark = _FLOAT16 if torch.float16 in {p.dtype for p in weights} else ""
     return {**record, "weights": mark + hashlib.sha256(values.tobytes()).hexdigest()[:16]}
+
+
+def _dense(weight: Tensor) -> Tensor:
+    """A weight as a plain tensor: torchao's quantised ones call themselves floating point, and have no reshape."""
+    return weight.dequantize() if type(weight).__module__.startswith("torchao.") else weight
 
 
 def record_base(config: SpecConfig, base: PreTrainedModel, fingerprint: dict[str, Any] | None = None) -> SpecConfig:

@@ -11,11 +11,12 @@ from specheads.models.formats.eagle import eagle1, eagle3
 from specheads.models.formats.format import Format
 from specheads.models.formats.medusa import hydra
 from specheads.models.formats.medusa import medusa as medusa_heads
-from specheads.models.formats.mtp import shipped
+from specheads.models.formats.mtp import of_speculators, shipped
 
 FORMATS: list[Format] = [
     *speculators.FORMATS, *deepspec.FORMATS, *dflash2.FORMATS, *dflash.FORMATS, *hydra.FORMATS,
-    *medusa_heads.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS, *shipped.FORMATS,
+    *medusa_heads.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS, *of_speculators.FORMATS,
+    *shipped.FORMATS,
 ]  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

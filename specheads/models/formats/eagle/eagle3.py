@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from specheads.heads import Eagle3Config
 from specheads.models.files import CheckpointError
-from specheads.models.formats.eagle import transformers4
+from specheads.models.formats.eagle import peagle, transformers4
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, check_embeddings, count, embeddings_of, output_matrix
 from specheads.models.formats.keys.config_table import agreed, architectures, flag, refusal, table, whole
@@ -88,11 +88,11 @@ class Eagle3(Format):
     takes_taps: can read layers other than the usual three. needs_three_taps: must read exactly three layers. last: the
     families of which its readers capture the last layer's output before the final norm; None: of all. norms: the
     supported options that move a norm. takes_windows: supports sliding windows. positions: the scaled rotary positions
-    it supports."""
+    it supports. masked: is for heads that draft all depths in one pass (P-EAGLE), and for no others."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
-    classes: ClassVar[str] = rf"\w*Llama\w*|{QWEN3}"
+    classes: ClassVar[str] = rf"\w*Llama\w*|{QWEN3}|{peagle.CLASS}"
     engine: str
     title: str
     versions: str
@@ -106,10 +106,11 @@ class Eagle3(Format):
     norms: Collection[str] = ()
     takes_windows: bool = False
     positions: Positions = USUAL
+    masked: bool = False
 
     def recognises(self, files: Files) -> bool:
         config = files.config
-        named = any("Eagle3" in name for name in architectures(config)) or "draft_vocab_size" in config
+        named = "draft_vocab_size" in config or any("Eagle3" in n or n == peagle.CLASS for n in architectures(config))
         return self.engine == "eagle" and (
             named or any(f"{first}hidden_norm.weight" in files.names for first in _BLOCKS)
         )
@@ -126,7 +127,7 @@ class Eagle3(Format):
 
     def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert head.taps
-        wrong = [layer_ids.refusal_reason(head.taps, base, self.last)]
+        wrong = [peagle.refusal_reason(head, self.masked), layer_ids.refusal_reason(head.taps, base, self.last)]
         if head.num_layers > 1 and not self.takes_layers:
             wrong.append(f"it has {head.num_layers} decoder layers, which its readers norm differently or do not read")
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
@@ -161,6 +162,8 @@ class Eagle3(Format):
         }  # fmt: skip
         if head.own_embeddings:
             config["embed_requires_grad"] = True
+        if self.masked:
+            config |= {"parallel_drafting": True, peagle.TOKENS[0]: head.mask_token_id}
         if head.qk_norm:
             config |= {"architectures": [QWEN3], "model_type": "qwen3", "attention_bias": head.attention_bias}
         if self.engine == "trtllm":
@@ -172,7 +175,7 @@ class Eagle3(Format):
         return config
 
     def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
-        return super().rename(head, tensors, base) | vocabulary.offsets(tensors)
+        return super().rename(head, tensors, base) | computed_tensors(head, tensors)
 
     def texts(self, head: Eagle3Config, base: PreTrainedModel) -> dict[str, str]:
         if self.engine == "eagle":
@@ -238,7 +241,10 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     names = architectures(config) if block is config else []
     kind = "qwen3" if QWEN3 in names or (block is not config and block.get("model_type") == "qwen3") else "llama"
     options = {**block_options(files, block, base, layers, kind), "qk_norm": kind == "qwen3"}
-    options["own_embeddings"] = flag(config, "embed_requires_grad")
+    mask = peagle.read_token(files, config)
+    # P-EAGLE's trainers train the embeddings, and only speculators says so in the config.
+    own = mask is not None and "embed_tokens.weight" in files.shapes
+    options |= {"own_embeddings": flag(config, "embed_requires_grad", own), "mask_token_id": mask}
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
@@ -269,7 +275,13 @@ def translate_shared(
         consumed.add("embed_tokens.weight")
     if "lm_head.weight" not in files.shapes:
         translated["lm_head.weight"] = _shared_output(files, head, base)
-    return translated | zero_biases(files, block, head), consumed
+    masked = peagle.read_mask(files) if head.mask_token_id is not None else {}
+    return translated | masked | zero_biases(files, block, head), consumed | ({peagle.MASK} if masked else set())
+
+
+def computed_tensors(head: Eagle3Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors that `tensor_names` does not give: d2t and t2d, and P-EAGLE's vector in place of features."""
+    return vocabulary.offsets(tensors) | peagle.mask_tensor(tensors)
 
 
 def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> Tensor:
@@ -330,6 +342,10 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
         "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
         takes_layers=True, takes_biases=True, last=None, norms=tuple(NORMS.values()), takes_windows=True,
         positions=EVERY,
+    ),
+    Eagle3(
+        "vllm", "P-EAGLE for vLLM", "vLLM 0.33, read only", vllm("eagle3", parallel=True), takes_layers=True,
+        takes_biases=True, last=None, norms=tuple(NORMS.values()), takes_windows=True, positions=EVERY, masked=True,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\

@@ -87,21 +87,7 @@ OTHER_KINDS = (
         "import the EAGLE checkpoint that the wrapper was made from",
         _value("model_type", "eagle"),
     ),
-    OtherKind(
-        "a P-EAGLE head, which drafts in parallel", _SERVE,
-        _any(_value("speculators_model_type", "peagle"), _class("PEagle"),
-             lambda config: config.get("parallel_drafting") is True or config.get("ptd_token_id") is not None),
-    ),
     OtherKind("a DSpine head", _TRAIN, _any(_class("DSpine"), lambda config: "dspine_config" in config)),
-    OtherKind(
-        "speculators' form of EAGLE-1", "import the EAGLE checkpoint that it was converted from",
-        _value("speculators_model_type", "eagle"),
-    ),
-    OtherKind(
-        "speculators' form of an MTP module",
-        "import the model that the module belongs to, with the module among its own tensors",
-        _value("speculators_model_type", "mtp"),
-    ),
     OtherKind(
         "an EAGLE-3 head with latent attention (MLA)", _SERVE,
         _any(_class("Eagle3Deep[Ss]eek"), _latent),

@@ -143,7 +143,12 @@ NEMOTRON = Naming(
     ("mtp.layers.0.", "mtp.layers.1."), ("mtp.layers.1.final_layernorm.weight",), most=1,
     prefixes=("", "language_model."),
 )  # fmt: skip
-NAMINGS = (DEEPSEEK, LING, QWEN, MIMO, ERNIE, NEMOTRON)
+SPECULATORS = Naming(  # of Qwen's module in a file of its own; written under the model's own names
+    "speculators' MTP module", (), "num_nextn_predict_layers",
+    _own("mtp_layers.{k}.token_layernorm", "mtp_layers.{k}.hidden_layernorm", "mtp_layers.{k}.input_proj"),
+    ("mtp_layers.{k}.",), ("mtp_layers.{k}.final_layernorm.weight",), most=1,
+)  # fmt: skip
+NAMINGS = (DEEPSEEK, LING, QWEN, MIMO, ERNIE, NEMOTRON, SPECULATORS)
 
 # A name that only these modules have → why no head here can hold them.
 REFUSED = {

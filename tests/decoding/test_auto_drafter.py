@@ -69,8 +69,8 @@ def test_a_head_reads_the_prompt_if_the_rest_of_the_text_pays_for_it(heads):
 
 
 def test_a_head_is_expected_to_be_right_less_often_where_tokens_are_sampled(heads):
-    # A chain of two makes a step 1.72 times as long; it promises 1.96 tokens of greedy text, or 1.77 sampled ones.
-    step = table(per_node=1.34, level=0.1)
+    # A chain of two makes a step 1.86 times as long; it promises 1.96 tokens of greedy text, or 1.77 sampled ones.
+    step = table(per_node=1.62, level=0.1)
     prompt = padded([list(range(72, 96))])  # what is written after it does not occur in it
 
     def drafted(**options):
@@ -89,7 +89,7 @@ def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log,
 
     default = drafts()
     assert default == drafts(draft="auto") == drafts(draft=AutoDrafter(model.head))
-    (record,) = [r for r in hf_log.records if "bundled step costs of a small CPU" in r.message]
+    (record,) = [r for r in hf_log.records if "bundled step costs of a 9.9M-parameter model in float32" in r.message]
     assert "`specheads tune MODEL`" in record.message, "said once"
     assert default != drafts(draft="head") == drafts(draft=True)
     assert drafts(tree="chain:2") == drafts(draft="head", tree="chain:2") == drafts(draft="auto", tree="chain:2")
@@ -126,7 +126,7 @@ def test_a_head_that_pays_in_long_texts_alone_reads_no_short_ones(heads, monkeyp
         return Curve(((1, plain), (64, plain + 189.0)))  # three milliseconds a node
 
     flat, read = Curve(((1, 0.0),)), []
-    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 7.0),)), level=flat)
+    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 11.0),)), level=flat)
     add = PendingFeatures.add
     monkeypatch.setattr(PendingFeatures, "add", lambda *given: [read.append(given), add(*given)])
     for count in (20, 80):  # after seven of the prompt
@@ -197,45 +197,23 @@ def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatc
     values = []
 
     class Spy(step_planner.BatchValue):
-        def __init__(self, rows, remaining=(), pace=()):
-            super().__init__(rows, remaining, pace)
-            values.append((rows, list(remaining), list(pace)))
+        def __init__(self, rows, remaining=()):
+            super().__init__(rows, remaining)
+            values.append((rows, list(remaining)))
 
     monkeypatch.setattr(step_planner, "BatchValue", Spy)
     base, head = heads["eagle3"].base, heads["eagle3"].head
     out = generate(heads["eagle3"], FREE)
-    values = [value for value in values if value[1]]
-    pace, left = [1.0] * len(PROMPTS["input_ids"]), [47] * len(PROMPTS["input_ids"])
-    for step, value in zip(out.steps[1:], values, strict=True):
-        running = [b for b, n in enumerate(left) if n]
-        assert value == (len(running), [left[b] for b in running], pytest.approx([pace[b] for b in running]))
-        pace = [have + (len(new) - have) / 16 for have, new in zip(pace, step.tokens, strict=True)]
+    left = [47] * len(PROMPTS["input_ids"])
+    for step, value in zip(out.steps[1:], [value for value in values if value[1]], strict=True):
+        assert value == (sum(map(bool, left)), [n for n in left if n])
         left = [0 if 96 in new else n - len(new) for n, new in zip(left, step.tokens, strict=True)]
-    assert max(pace) > 1.1
     values.clear()
     prompts, limits = [[5, 5, 60], [60, 61, 5, 5], [5, 60, 60], [5, 5]], [40, 8, 40, 8]
     many = {"batch_size": 3, "max_new_tokens": limits, "do_sample": False, "eos_token_id": 96}
     list(specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many))
-    queue_pending = [(rows, not remaining) for rows, remaining, _ in values]
+    queue_pending = [(rows, not remaining) for rows, remaining in values]
     assert (3, True) in queue_pending and (2, False) in queue_pending and not {(3, False), (2, True)} & {*queue_pending}
-    values.clear()
-    many |= {"max_new_tokens": [60, 8, 16, 60], "eos_token_id": 97}  # the last prompt takes the row of the second
-    texts = specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many)
-    shared = [value for value in values if len(value[1]) == 2]
-    for _, remaining, pace in shared:
-        assert pace == pytest.approx([pace_after(texts[i], 60 - n) for i, n in zip((0, 3), remaining, strict=True)])
-    assert len(shared) > 2 and max(max(pace) for _, _, pace in shared) > 1
-
-
-def pace_after(text, tokens):
-    """The pace of a row that has gained so many tokens since its prompt, whoever was in it before."""
-    gains, pace = iter(text.steps), 1.0
-    tokens -= len(next(gains).tokens[0])  # of the prompt
-    while tokens > 0:
-        gained = len(next(gains).tokens[0])
-        tokens, pace = tokens - gained, pace + (gained - pace) / 16
-    assert tokens == 0
-    return pace
 
 
 def test_a_drafter_that_must_see_every_step_is_refused():

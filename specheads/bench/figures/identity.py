@@ -26,9 +26,13 @@ def identify_drafter(drafter: Drafter, device_type: str) -> list[Any]:
     name identifies it."""
     if isinstance(drafter, AutoDrafter):
         head = [] if drafter.head is None else identify_drafter(drafter.head, device_type)
-        eager = drafter.costs or shipped_costs(device_type)
-        compiled = drafter.compiled_costs or drafter.costs or shipped_costs(device_type, compiled=True)
-        return [head, _digest_costs(eager), _digest_costs(compiled)]
+        shipped = [
+            shipped_costs(device_type, compiled=compiled, large=large)
+            for compiled in (False, True)
+            for large in (False, True)
+        ]
+        tables = [costs for costs in (drafter.costs, drafter.compiled_costs) if costs] or shipped
+        return [head, *map(_digest_costs, tables)]
     if isinstance(drafter, MaxGram):
         return [] if drafter.bigrams is None else [digest(list(drafter.bigrams))]
     if isinstance(drafter, DraftHead):

@@ -17,15 +17,17 @@ from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter, with
 from specheads.decoding.drafters.lookup import copy_ids, longest_match, row_texts
 from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.drafters.pending import HeadOrCopy, PendingFeatures, put_copies
+from specheads.decoding.kernels.few_rows import MIN_BYTES
 from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost.candidates import CHAINS, COMPILED_SIZES, LARGEST, make_candidates
-from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
+from specheads.decoding.planner.by_cost.cost_file import CostTable, shipped_costs
 from specheads.decoding.planner.by_cost.estimates import SAMPLED_SHARE
 from specheads.decoding.planner.by_cost.step_planner import Choice, StepPlanner, StepState
 from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import ASSUMED_RANKS
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.verify.verifier import Verifier
 from specheads.options import shown
 
 LONGEST_MATCH = 32  # tokens
@@ -41,8 +43,8 @@ class AutoDrafter(Drafter):
     occurrence of the last tokens, or nothing where nothing pays.
 
     head: reads the features of every position; after idle steps, all that it missed in one pass. costs: as measured by
-    `specheads tune`; None: those shipped for a CPU or a GPU, with a line in the log. compiled_costs: the same for
-    compiled steps; None: `costs`, if given.
+    `specheads tune`; None: those shipped for a small or a large base on a CPU, or for a GPU, with a line in the log.
+    compiled_costs: the same for compiled steps; None: `costs`, if given.
 
     The choice depends on the costs, the tokens of this call and whether they are sampled, so the same costs give the
     same drafts. Every draft is a point mass: under an exact rule a seed gives the text of plain decoding whatever the
@@ -92,12 +94,15 @@ class AutoDrafter(Drafter):
     def trained_length(self) -> int | None:
         return None if self.head is None else self.head.trained_length
 
-    def table(self, device: torch.device, *, compiled: bool) -> CostTable:
+    def table(self, target: Verifier, device: torch.device) -> CostTable:
+        compiled = target.static
         if costs := (self.compiled_costs if compiled else None) or self.costs:
             return costs
-        table = shipped_costs(device.type, compiled=compiled)
+        weights = (weight for module in target.modules for weight in module.parameters())
+        large = sum(weight.nbytes for weight in weights) >= MIN_BYTES
+        table = shipped_costs(device.type, compiled=compiled, large=large)
         logger.warning_once(
-            f"draft='auto' uses the bundled step costs of a {SHIPPED.get(device.type, 'GPU')}; "
+            f"draft='auto' uses the bundled step costs of a {table.title}; "
             f"`specheads tune MODEL{' --compile' if compiled else ''}` measures those of this machine"
         )
         return table
@@ -128,7 +133,7 @@ class _Run:
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
         self.rows, self.compiled = len(context.history), context.target.static
-        table = auto.table(context.root.device, compiled=self.compiled)
+        table = auto.table(context.target, context.root.device)
         costs = table.for_rows(self.rows)
         depth = min(CHAINS[-1], (auto.head and auto.head.max_depth) or CHAINS[-1])
         candidates = make_candidates(

@@ -12,7 +12,6 @@ COPIES = (*CHAINS, 15, 31)  # lengths of copies: they cost no drafting
 COMPILED_CHAINS, COMPILED_COPIES = (2, 5), (5, 15, 31)  # fewer, since each is a graph that takes a while to compile
 LARGEST = 1 + COPIES[-1]  # nodes of a step, root included
 COMPILED_SIZES = tuple(sorted({1, *(1 + n for n in (*COMPILED_CHAINS, *COMPILED_COPIES))}))
-MIN_GAIN = 0.08  # the share by which a draft must promise to be faster than none: costs and chances are estimates
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def make_candidates(
         """Does a step with so many drafts beat as many plain steps, at the start of a text or at its end?"""
         drafting = costs.draft_chain(rows, drafted, 1) if drafts_head else 0.0
         plain_steps = ((costs.step(rows, 1 + drafted, n) + drafting) / costs.step(rows, 1, n) for n in (0, longest))
-        return min(plain_steps) * (1 + MIN_GAIN) < 1 + drafted
+        return min(plain_steps) < 1 + drafted
 
     depths = tuple(n for n in sorted({min(n, depth) for n in chains}) if can_pay(n, True)) if head else ()
     sizes = {1, *(1 + n for n in copies if can_pay(n, False)), *(1 + n for n in depths)}

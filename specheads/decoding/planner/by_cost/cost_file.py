@@ -20,7 +20,6 @@ from specheads.files import write_whole
 from specheads.version import __version__
 
 FORMAT = 1
-SHIPPED = {"cpu": "small CPU", "cuda": "GPU"}  # device type → whose curves are shipped
 _MAX_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
@@ -135,10 +134,11 @@ def costs_dir() -> Path:
 
 
 @cache
-def shipped_costs(device_type: str, *, compiled: bool = False) -> CostTable:
-    """The curves shipped for this device type; everything but a CPU gets those of a GPU."""
-    name = ("cpu" if device_type == "cpu" else "gpu") + ("_compiled" if compiled else "")
-    return CostTable.load(Path(__file__).with_name("shipped") / f"{name}.json")
+def shipped_costs(device_type: str, *, compiled: bool = False, large: bool = False) -> CostTable:
+    """The curves shipped for this device type; everything but a CPU gets those of a GPU. large: is the base larger than
+    a processor's caches? Then reading it takes most of a step, however many tokens it verifies."""
+    name = "gpu" if device_type != "cpu" else "cpu_large" if large else "cpu"
+    return CostTable.load(Path(__file__).with_name("shipped") / f"{name}{'_compiled' if compiled else ''}.json")
 
 
 def device_name(device: torch.device) -> str:

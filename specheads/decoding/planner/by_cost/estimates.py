@@ -11,7 +11,7 @@ from itertools import accumulate, chain, islice, repeat
 from operator import mul
 
 MEMORY = 32  # trials after which a trial's weight has decayed to 1/e
-PRIOR_WEIGHT = 4.0  # trials that the prior counts as
+PRIOR_WEIGHT = 8.0  # trials that the prior counts as
 # Buckets by the length of the match that precedes a copied token: the shortest length of each, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
@@ -31,10 +31,6 @@ class Share:
         self.hits = self.hits * _DECAY + hit
         self.trials = self.trials * _DECAY + 1
 
-    def fade(self, steps: int) -> None:
-        """Decay as if so many trials had passed."""
-        self.hits, self.trials = self.hits * _DECAY**steps, self.trials * _DECAY**steps
-
     def mean(self, assumed: float) -> float:
         return (self.hits + PRIOR_WEIGHT * assumed) / (self.trials + PRIOR_WEIGHT)
 
@@ -42,8 +38,7 @@ class Share:
 class HeadEstimate:
     """One row's acceptance of a head's drafts by depth (0 is the first), each given that those before were accepted.
 
-    assumed: by depth; the last stands for all deeper ones. A deviation seen at one depth is assumed at the next too,
-    until that has trials of its own.
+    assumed: by depth; the last stands for all deeper ones.
     """
 
     def __init__(self, assumed: Sequence[float], depths: int) -> None:
@@ -57,26 +52,12 @@ class HeadEstimate:
             share.add(depth < accepted)
         self._gains = None
 
-    def fade(self, steps: int) -> None:
-        """Decay for `steps` steps without a draft."""
-        for share in self.shares:
-            share.fade(steps)
-        self._gains = None
-
-    @property
-    def means(self) -> list[float]:
-        """By depth, the expected acceptance."""
-        means, scale = [], 1.0
-        for share, assumed in zip(self.shares, self.assumed, strict=True):
-            means.append(min(1.0, share.mean(min(1.0, assumed * scale))))
-            scale = means[-1] / assumed if assumed else 1.0
-        return means
-
     @property
     def gains(self) -> list[float]:
         """Entry d: the expected accepted tokens of a chain of d drafts."""
         if self._gains is None:
-            self._gains = [0.0, *accumulate(accumulate(self.means, mul))]
+            means = (share.mean(assumed) for share, assumed in zip(self.shares, self.assumed, strict=True))
+            self._gains = [0.0, *accumulate(accumulate(means, mul))]
         return self._gains
 
 

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from specheads.decoding.planner.by_cost.candidates import CHAINS, MIN_GAIN, Candidates
+from specheads.decoding.planner.by_cost.candidates import CHAINS, Candidates
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import CopyEstimate, HeadEstimate
 
-ROW_DRIFT = 0.5  # how far rows drift apart: this many steps times the square root of the steps they need
-PACE_WEIGHT = 1 / 16  # the newest step's weight in the moving average of a row's tokens per step
-PROBE_SHARE = 0.02  # share of the time that may be spent on trying a head that does not seem to pay
+ROW_DRIFT = 0.5  # how far rows drift apart: this many tokens times the square root of those that the last still gains
 NO_COPY: tuple[int, list[int]] = (0, [])
 
 
@@ -26,35 +24,30 @@ class BatchValue:
     """What accepted drafts are worth to a batch, in tokens.
 
     A batch is done when its last row is, so a token of a row that is ahead of the others saves no time. With R the
-    steps that each row still needs, the batch takes about F(R) = s log Σ exp(R / s): the largest of R, and more if
+    tokens that each row may still gain, the batch takes about F(R) = s log Σ exp(R / s): the largest of R, and more if
     others are near it, as each may turn out to be the last. `value(gains)` is the number of rows times the drop in F
     from these gains, relative to that from a step without drafts. For one row that is 1 + its gain.
 
-    remaining: tokens that each row may gain; pace: tokens a step that it has gained lately. Both are empty if new
-    prompts replace finished rows: then it is rows + Σ gains.
+    remaining: R, or empty if new prompts replace finished rows: then it is rows + Σ gains.
     """
 
-    def __init__(self, rows: int, remaining: Sequence[int] = (), pace: Sequence[float] = ()) -> None:
+    def __init__(self, rows: int, remaining: Sequence[int] = ()) -> None:
         self.rows, self.slopes = rows, [1.0] * rows
-        self.exponents: list[float] = []
+        self.shares: list[float] = []
         if rows == 1 or not remaining:
             return
-        steps = [left / gained for left, gained in zip(remaining, pace, strict=True)]
-        most = max(steps)
-        scale = ROW_DRIFT * math.sqrt(most)
-        self.exponents = [-1 / (gained * scale) for gained in pace]  # of each further token of a row
-        sizes = [math.exp((n - most) / scale) for n in steps]
-        after = [size * math.exp(x) for size, x in zip(sizes, self.exponents, strict=True)]
-        total, left = sum(sizes), sum(after)
-        self.shares, self.factor = [size / total for size in sizes], rows / math.log(left / total)
-        self.slopes = [self.factor * x * size / left for x, size in zip(self.exponents, after, strict=True)]
+        most = max(remaining)
+        self.scale = ROW_DRIFT * math.sqrt(most)
+        sizes = [math.exp((left - most) / self.scale) for left in remaining]
+        self.shares, self.factor = [size / sum(sizes) for size in sizes], rows * self.scale
+        self.slopes = [rows * share for share in self.shares]
 
     def __call__(self, gains: Sequence[float]) -> float:
         """gains: the accepted tokens of each row."""
-        if not self.exponents:
+        if not self.shares:
             return self.rows + sum(gains)
-        left = [share * math.exp((1 + g) * x) for share, g, x in zip(self.shares, gains, self.exponents, strict=True)]
-        return self.factor * math.log(sum(left))
+        left = [share * math.exp(-(1 + gain) / self.scale) for share, gain in zip(self.shares, gains, strict=True)]
+        return -self.factor * math.log(sum(left))
 
     def at_most(self, gains: Sequence[float]) -> float:
         """An upper bound that is cheaper: further tokens are never worth more than the first, since F is convex."""
@@ -85,7 +78,7 @@ def choose(
     draft_ms: Sequence[float],
     value: BatchValue,
 ) -> Choice:
-    """The choice with the most expected tokens per millisecond; a draft only if it beats no draft by MIN_GAIN.
+    """The choice with the most expected tokens per millisecond.
 
     head_gains: by chain and row, or empty for a choice without the head; copy_gains: by row and number of copied ids.
     Rows that have ended have no entry. step_ms: by the candidates' sizes; draft_ms: by their chains. Ties go to the
@@ -94,7 +87,7 @@ def choose(
     none = [0.0] * value.rows
     by_size = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in candidates.sizes]
     best = Choice(0, 1, (False,) * value.rows, value(none), step_ms[0])
-    rate = (1 + MIN_GAIN) * best.rate
+    rate = best.rate
     chains = candidates.chains if head_gains else ()
     for depth, drafted, own_ms in ((0, none, 0.0), *zip(chains, head_gains, draft_ms, strict=True)):
         for size, copied, verify_ms in zip(candidates.sizes, by_size, step_ms, strict=True):
@@ -108,20 +101,14 @@ def choose(
 
 
 def reading_pays(best: Choice, without: Choice, share: float, tokens: float, read_ms: float) -> bool:
-    """Does the head of `best` save more time over `without` made faster by MIN_GAIN than it takes to read the prompt?
+    """Does the head of `best` save more time over `without` than it takes to read the prompt?
 
     share: the share of steps so far, this one included, that would have used the head, taken to stay the same. tokens:
     how many the batch still gains; read_ms: to read the prompt.
     """
-    saved = best.tokens / ((1 + MIN_GAIN) * without.rate) - best.ms
+    saved = best.tokens / without.rate - best.ms
     steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
     return share * steps * saved >= read_ms
-
-
-def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:
-    """May a head be tried that has been idle for so many steps? Yes, once the time lost if nothing is accepted is at
-    most PROBE_SHARE of what those steps took. probe_ms: of a step that tries it. rows: how many are running."""
-    return probe_ms - rows / best.rate <= PROBE_SHARE * idle * best.ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +135,7 @@ class StepState:
 class StepPlanner:
     """Plans the steps of one batch.
 
-    heads, copied, pace: by row, how the head's drafts and copies were accepted, and the tokens per step gained lately.
+    heads, copied: by row, how the head's drafts and copies were accepted.
     choice: the last, made for `state`; value: of that step's tokens. idle: steps since the head drafted.
     head_would_win: steps, before the head has read the prompt, in which it would have been best but for reading.
     """
@@ -158,7 +145,6 @@ class StepPlanner:
         self.costs, self.candidates, self.assumed, self.rows = costs, candidates, assumed, rows
         self.heads = [HeadEstimate(assumed, CHAINS[-1]) for _ in range(rows)]
         self.copied = [CopyEstimate() for _ in range(rows)]
-        self.pace = [1.0] * rows
         self.idle = self.head_would_win = 0
         self.state: StepState | None = None
         self.choice: Choice | None = None
@@ -168,12 +154,7 @@ class StepPlanner:
         """The draft of the next step."""
         self.state = state
         self.choice = self._best(state)
-        if not self.choice.depth:
-            self.idle += 1
-        else:
-            for row in self.heads:
-                row.fade(self.idle // 4)  # idle steps age an estimate less than trials do
-            self.idle = 0
+        self.idle = 0 if self.choice.depth else self.idle + 1
         return self.choice
 
     def _best(self, state: StepState) -> Choice:
@@ -186,7 +167,7 @@ class StepPlanner:
         if state.queue_pending:
             self.value = BatchValue(len(rows))
         else:
-            self.value = BatchValue(len(rows), [state.remaining[b] for b in rows], [self.pace[b] for b in rows])
+            self.value = BatchValue(len(rows), [state.remaining[b] for b in rows])
         best = choose(candidates, gains, copy_gains, step_ms, draft_ms, self.value)
         if best.depth and not state.has_read:
             without = choose(candidates, [], copy_gains, step_ms, [], self.value)
@@ -196,11 +177,6 @@ class StepPlanner:
             read_ms -= self.costs.draft_chain(self.rows, best.depth, state.read)
             if not reading_pays(best, without, self.head_would_win / (self.idle + 1), left, read_ms):
                 best = without
-        if not best.depth and candidates.chains:
-            probe, read = candidates.chains[0], max(state.read, state.unread)  # it pays for reading the prompt, too
-            ms = self.costs.step(self.rows, 1 + probe, state.bound) + self.costs.draft_chain(self.rows, probe, read)
-            if probe_is_due(best, ms, len(rows), self.idle):
-                best = Choice(probe, 1 + probe, (False,) * len(rows), self.value(gains[0]), ms)
         taken = iter(best.copies)
         copies = tuple(left > 0 and next(taken) for left in state.remaining)
         return Choice(best.depth, best.nodes, copies, best.tokens, best.ms)
@@ -216,8 +192,6 @@ class StepPlanner:
                 self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
-            if tokens:
-                self.pace[b] += PACE_WEIGHT * (len(tokens) - self.pace[b])
         if self.choice is not None and self.choice.depth:
             rows = zip(self.heads, gained, self.choice.copies, ranks, strict=True)
             for head, tokens, copies, accepted in rows:
@@ -228,7 +202,7 @@ class StepPlanner:
         """Forget these rows' texts: new prompts replace them, for which nothing has been drafted yet."""
         for row in rows:
             self.heads[row] = HeadEstimate(self.assumed, CHAINS[-1])
-            self.copied[row], self.pace[row] = CopyEstimate(), 1.0
+            self.copied[row] = CopyEstimate()
             if self.state is not None:
                 self.state.copies[row] = NO_COPY
         self.choice = None

@@ -94,7 +94,7 @@ def svg(draw: Draw) -> str:
     """The picture as SVG, light or dark as its reader's screen is; it asks for no font and no other file."""
     text = _drawn(draw, LIGHT, "svg").decode()
     dark = "".join(
-        f'svg [style*="{name}: {light}"]{{{name}:{color}!important}}'
+        f'[style*="{name}: {light}"]{{{name}:{color}!important}}'
         for light, color in zip(LIGHT.every(), DARK.every(), strict=True)
         for name in ("fill", "stroke")
         if f"{name}: {light}" in text

@@ -83,6 +83,7 @@ def trade_offs(record: dict[str, Any], look: pictures.Look, *, across: int = 2) 
     across = min(across, len(along))
     whole, panels = pictures.panels(len(cells) * len(along) // across, across, 6.4, 4.6)
     for i, (cell, rows) in enumerate(cells.items()):
+        numbers: dict[str, int] = {}  # of a cell's rules: each has one colour
         for panel, name in zip(panels.flat[i * len(along) :], along, strict=False):
             points = points_of(rows, name)
             kept = front(points, least=name == "nats")
@@ -90,8 +91,8 @@ def trade_offs(record: dict[str, Any], look: pictures.Look, *, across: int = 2) 
             panel.plot([p[0] for p in points], [p[1][0] for p in points], "o", color=look.soft, markersize=3, alpha=0.5)
             panel.plot([p[0] for p in kept], [p[1][0] for p in kept], color=look.color(0), linewidth=0.9)
             texts = []
-            for number, (x, speed, text) in enumerate(kept):
-                color = look.color(number)
+            for x, speed, text in kept:
+                color = look.color(numbers.setdefault(text, len(numbers)))
                 panel.plot(x, speed[0], "o", color=color, markersize=6)
                 if speed[1:]:
                     panel.vlines(x, *speed[1:], color=color, linewidth=1.2)

@@ -12,13 +12,16 @@ import sys
 import termios
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from specheads.cli.chat.console import Console
 from specheads.cli.chat.lines import Entry, read_entry
 from specheads.cli.chat.session import Session, stoppable
 from specheads.cli.chat.settings import COMMANDS, SETTINGS
+from specheads.cli.chat.tree import drawn
 from specheads.cli.options.decode import ChatOptions
 from specheads.models.named import Models
 from tests.support.command_line import CONTROL, run, ship
@@ -184,6 +187,7 @@ class Terminal:
     def __init__(self, *arguments):
         self.master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+        environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers where the cursor is
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specheads", "chat", *map(str, arguments)], stdin=slave, stdout=slave,
             stderr=slave, env=environment, cwd=ROOT, start_new_session=True,
@@ -214,6 +218,43 @@ def heeded():
     signal.signal(signal.SIGINT, before)
 
 
+def test_the_last_tree_has_the_bases_probabilities_and_the_path_that_was_accepted(shipped):
+    """Each node's number against a pass of the base over its own prefix; the marks against the text that was gained."""
+    models = Models.load(str(shipped / "eagle3"), device="cpu")
+    options = ChatOptions(model="", draft="head", tree="comb:3,2", max_new_tokens=9, chat=False)
+    session = Session(models, options)
+    with pytest.raises(ValueError, match="/tree: nothing was drafted yet"):
+        Console(session).command("tree")
+    answer = session.answer(session.ways()[0], "x = ", 0)
+    assert session.trees.last is not None
+    tree, logits, verdict = session.trees.last
+    base, ids = models.target, session.prompt_ids("x = ")
+    step = next(step for step in reversed(answer.steps) if step.drafted[0])
+    before = answer.token_ids[: -sum(len(s.tokens[0]) for s in answer.steps[answer.steps.index(step) :])]
+    shown = []  # (mark, token, probability) as they are drawn
+    line, drawing = drawn(tree, logits, verdict, session.tokenizer)
+    lines = [drawing]
+    for branch in lines:
+        lines += branch.children
+        shown += re.findall(r"([✓✗→]) (.*?) (\d\.\d\d)(?:  |$)", getattr(branch.label, "plain", ""))
+    assert len(shown) == tree.num_nodes  # the drafted nodes, and the model's own next token instead of the root
+    expected = []
+    for node, parent in enumerate(tree.parents[0].tolist()):
+        if parent < 0:
+            continue
+        prefix, at = [], parent
+        while at >= 0:
+            prefix.insert(0, int(tree.tokens[0, at]))
+            at = int(tree.parents[0, at])
+        probs = base(torch.tensor([[*ids, *before[:-1], *prefix]])).logits[0, -1].softmax(-1)
+        token = int(tree.tokens[0, node])
+        expected.append((session.tokenizer.decode([token]), f"{float(probs[token]):.2f}"))
+    assert sorted((repr(text), p) for text, p in expected) == sorted((t, p) for mark, t, p in shown if mark != "→")
+    accepted = [session.tokenizer.decode([token]) for token in step.tokens[0][: step.accepted[0]]]
+    assert [text for mark, text, _ in shown if mark == "✓"] == [repr(text) for text in accepted]
+    assert f"{step.accepted[0]} of {tree.num_nodes - 1} drafts accepted" in line
+
+
 def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
     before = signal.getsignal(signal.SIGINT)
     with stoppable() as stop:
@@ -235,19 +276,20 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
     terminal = Terminal(endless, "--no-chat", "--max-new-tokens", ENDLESS, "--compare", "draft=none")
     try:
         terminal.wait_for("> ")
-        terminal.type("x = \n")
+        terminal.type("x = \r")
         terminal.wait_for("auto")
         terminal.type("\x03")
         terminal.wait_for("stopped")
         terminal.wait_for("auto (stopped)")
         terminal.wait_for("> ")
-        terminal.type("/max\t4\n")  # Tab completes it
+        tab = "\t" if find_spec("prompt_toolkit") else "_new_tokens "
+        terminal.type(f"/max{tab}4\r")  # Tab completes it
         terminal.wait_for("/max_new_tokens: 4")
         terminal.wait_for("> ")
-        terminal.type("/chat of\t\n")
+        terminal.type("/chat of\t\r" if find_spec("prompt_toolkit") else "/chat off\r")
         terminal.wait_for("/chat: off")
         terminal.wait_for("> ")
-        terminal.type('"""y\n= """\n')
+        terminal.type('"""y\r= """\r')
         figures = terminal.wait_for("speed-up") + terminal.wait_for("1.00×")
         assert re.search(r"auto +4 ", figures) and "\x1b[1m" in figures
         terminal.wait_for("> ")

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import sys
 
 import pytest
@@ -53,6 +54,27 @@ def test_each_token_is_coloured_by_its_draft_depth():
     assert screen.written == [
         ("a", styles[0]), ("b", styles[1]), ("c", styles[2]), ("d", styles[0]), ("e", styles[1]), ("f", styles[0])
     ]  # fmt: skip
+
+
+def test_the_pace_stands_below_the_text_and_leaves_the_terminal_as_it_was(monkeypatch):
+    """A screen of 20 × 6 that knows what the line is made of; text that is longer than the screen scrolls above it."""
+    file = io.StringIO()
+    console = Console(file=file, width=20, height=6, force_terminal=True)
+    with terminal.StatusLine(console) as status:
+        stream = text.TokenStream(console, Pieces(), colored=False, status=status)
+        for step in (b"prompt", b"a", b"bcd\n"):
+            stream.put(torch.tensor(list(step)))
+        stream.close(accepted=3)
+    shown = file.getvalue()
+    assert shown.count("\x1b[1;5r") == 1 and shown.endswith("\x1b7\x1b[r\x1b[6;1H\x1b[2K\x1b8")
+    lines = re.findall(r"\x1b7\x1b\[6;1H\x1b\[2K\x1b\[2m(.*?)\x1b\[0m\x1b8", shown)
+    assert len(lines) == 2 and all(len(line) < 20 for line in lines)
+    assert lines[0].startswith("1 token  ") and lines[1].startswith("5 tokens  ")
+    assert re.sub(r"\x1b7.*?\x1b8|\x1b[DM]", "", shown).replace("\x1b[1;5r", "") == "abcd\n"
+    for hidden in (Console(file=io.StringIO(), force_terminal=False), Console(file=file, force_terminal=True)):
+        with terminal.StatusLine(hidden, shown=hidden.file is not file) as status:
+            status.update("x")
+    assert file.getvalue() == shown
 
 
 def test_the_prompt_is_shown_with_the_first_token():

@@ -1,4 +1,4 @@
-"""`specheads generate`: streams one text, with tokens coloured by draft depth if requested."""
+"""`specheads generate`: streams one text, with tokens coloured by where they came from, and the pace, if requested."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(options: GenerateOptions) -> None:
     if options.as_json:
         emit({**options.record(), "drafter": name, **record(models, prompt, inputs, arguments)})
     else:
-        show(models, prompt, inputs, arguments, color_depth=options.color_depth)
+        show(models, prompt, inputs, arguments, live=options.live)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -74,16 +74,13 @@ def record(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[
     }  # fmt: skip
 
 
-def show(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any], *, color_depth: bool) -> None:
+def show(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any], *, live: bool) -> None:
     """Stream the text to stdout, and print the statistics on stderr."""
     out, errors = terminal.make_console(), terminal.make_console(stderr=True)
-    result, depths = write_text(
-        out, models.target, models.tokenizer, prompt, inputs, color_depth=color_depth, **arguments
-    )
-    terminal.write(out, "\n")
-    if color_depth:
-        if terminal.has_colors(out) and terminal.has_colors(errors):
-            errors.print(legend())
+    if live and terminal.has_colors(out) and terminal.has_colors(errors):
+        errors.print(legend())
+    result, depths = write_text(out, models.target, models.tokenizer, prompt, inputs, live=live, **arguments)
+    if live:
         errors.print(depth_counts(depths))
     statistics = result.statistics()
     errors.print(

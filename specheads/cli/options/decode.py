@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from specheads.cli.complete import complete_words
 from specheads.cli.options.shared import MODEL, Drafting, Output, Placement, Sampling
@@ -31,6 +32,7 @@ class GenerateOptions(Sampling, Drafting, Placement, Output):
     prompt: str | None = option(None, "The prompt (default: read from stdin).")
     chat: bool = option(False, "Format the prompt with the chat template.")
     live: bool = option(False, "Colour tokens by where they came from, and show the pace below the text.")
+    svg: Path | None = option(None, "Draw the text, its tokens coloured as with --live, as a picture.", metavar="FILE")
     compile: bool = option(False, "Compile the decoding step: slow at first, then faster.")
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -184,9 +185,12 @@ def test_a_typed_escape_is_a_newline_or_a_tab():
 class Terminal:
     """The program in a terminal of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, state, *arguments):
+        """state: the folder of the console's history."""
         self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+        environment["XDG_STATE_HOME"] = str(state)
         environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers where the cursor is
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specheads", "chat", *map(str, arguments)], stdin=slave, stdout=slave,
@@ -203,6 +207,7 @@ class Terminal:
             assert time.monotonic() < end, f"no {text!r} in {self.shown!r}"
             if select.select([self.master], [], [], 0.1)[0]:
                 self.shown += os.read(self.master, 65536).decode("utf8", "replace")
+                self.shown = self.shown.replace("\b\x1b[2C", " ")  # prompt_toolkit's way to write a space
         start, self.seen = self.seen, self.shown.index(text, self.seen) + len(text)
         return self.shown[start : self.seen]
 
@@ -272,8 +277,8 @@ def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
-    terminal = Terminal(endless, "--no-chat", "--max-new-tokens", ENDLESS, "--compare", "draft=none")
+def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless, tmp_path):
+    terminal = Terminal(tmp_path, endless, "--no-chat", "--max-new-tokens", ENDLESS, "--compare", "draft=none")
     try:
         terminal.wait_for("> ")
         terminal.type("x = \r")

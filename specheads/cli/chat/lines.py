@@ -14,7 +14,7 @@ from typing import Any
 
 PROMPT, MORE = "> ", "… "
 QUOTES = '"""'
-HISTORY = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "specheads" / "chat_history"
+HISTORY = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "specheads", "chat_history")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ setup(
     ],
     extras_require={
         "train": ["accelerate>=1.15", "datasets>=4.0", "peft>=0.19.1"],
-        "cli": ["rich>=13.0", "typer>=0.28"],
+        "cli": ["rich>=13.0", "typer>=0.28", "prompt_toolkit>=3.0.50"],
         "deepspeed": ["deepspeed>=0.18"],
         "qlora": ["bitsandbytes>=0.46"],
         "self_distill": ["openai>=3.0"],

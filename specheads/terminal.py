@@ -121,6 +121,35 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+class StatusLine:
+    """The last line of a terminal, below text that is written in the block and scrolls above it. Without a terminal, or
+    if it is not to be `shown`, nothing is written."""
+
+    def __init__(self, console: Console, *, shown: bool = True) -> None:
+        self.console, self.shown = console, shown and console.is_terminal and not console.is_dumb_terminal
+        self.height = 0  # of the terminal when the line was set apart
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def update(self, text: str) -> None:
+        """Replace the line."""
+        if not self.shown:
+            return
+        width, height = self.console.size
+        begin = ""
+        if height != self.height:  # make room below the text, then scroll only what is above the last line
+            begin, self.height = f"\x1bD\x1bM\x1b7\x1b[1;{height - 1}r\x1b8", height
+        line = text[: width - 1]
+        self.console.file.write(f"{begin}\x1b7\x1b[{height};1H\x1b[2K\x1b[2m{line}\x1b[0m\x1b8")
+        self.console.file.flush()
+
+    def __exit__(self, *exception: object) -> None:
+        if self.height:
+            self.console.file.write(f"\x1b7\x1b[r\x1b[{self.height};1H\x1b[2K\x1b8")
+            self.console.file.flush()
+
+
 @contextmanager
 def progress(console: Console, what: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
     """A progress bar; the block calls report(fraction, note). In a log file, a line every few seconds, and the last

@@ -118,5 +118,5 @@ def test_links_out_of_the_docs_lead_to_the_repository_or_are_plain(hooks):
 
 def test_the_pictures_are_shown_and_there():
     shown = re.findall(r"!\[[^\]]+\]\(pictures/(\w+)\.svg\)", page("concepts"))
-    drawn = re.findall(r"^def (\w+)\(\):", (DOCS / "site" / "pictures.py").read_text("utf8"), re.MULTILINE)
+    drawn = re.findall(r"^def (\w+)\(look\):", (DOCS / "site" / "pictures.py").read_text("utf8"), re.MULTILINE)
     assert sorted(shown) == sorted(drawn) == sorted(path.stem for path in (DOCS / "pictures").glob("*.svg"))

@@ -193,7 +193,7 @@ def root(
       specheads train eagle3 base=my/model data.train=my.jsonl \\
         training.output_dir=out/head
       specheads curves runs/a runs/b --out compare.png
-      specheads generate out/head --prompt "def fibonacci(n):" --color-depth
+      specheads generate out/head --prompt "def fibonacci(n):" --live
       specheads chat out/head
       specheads bench out/head -d plain -d head --batch 1 --temperature 0 \\
         --num-prompts 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +39,14 @@ class TokenStream:
     target's own unless the text stopped at a draft, and that is only known when the steps are complete.
     """
 
-    def __init__(self, console: Console, tokenizer: Any, *, colored: bool, prompt: str = "") -> None:
-        """prompt: printed just before the first token, so after any log lines of the first step."""
-        self.console, self.colored, self.prompt = console, colored, prompt
+    def __init__(
+        self, console: Console, tokenizer: Any, *, colored: bool, prompt: str = "",
+        status: terminal.StatusLine | None = None,
+    ) -> None:  # fmt: skip
+        """prompt: printed just before the first token, so after any log lines of the first step. status: shows the pace
+        so far, after each step."""
+        self.console, self.colored, self.prompt, self.status = console, colored, prompt, status
+        self.began, self.steps = time.perf_counter(), 0
         self.pieces = TextPieces(tokenizer)
         self.prompt_seen = False
         self.held: int | None = None
@@ -54,7 +60,13 @@ class TokenStream:
         *drafted, self.held = value.flatten().tolist()
         for depth, token in enumerate(drafted, start=1):
             self.show(token, depth)
-        self.drafted = len(drafted)
+        self.drafted, self.steps = len(drafted), self.steps + 1
+        if self.status is not None:
+            count = len(self.depths) + 1
+            self.status.update(
+                f"{count} token{'s' * (count != 1)}  {count / (time.perf_counter() - self.began):.1f} tokens/s  "
+                f"{count / self.steps:.2f} tokens a step"
+            )
 
     def end(self) -> None:
         """Part of the streamer protocol; the held token waits for close()."""
@@ -76,26 +88,28 @@ class TokenStream:
 
 
 def depth_counts(depths: Sequence[int]) -> str:
-    """A line such as `61 of 96 tokens were accepted drafts: 40 at depth 1, 21 at depth 2`."""
-    drafted = [d for d in depths if d]
-    each = ", ".join(f"{drafted.count(d)} at depth {d}" for d in sorted(set(drafted)))
+    """A line such as `61 of 96 tokens were accepted drafts: 40 at depth 1, 21 at depth 2`, with the legend's depths."""
+    deepest = len(DEPTH_STYLES) - 1
+    drafted = [min(d, deepest) for d in depths if d]
+    each = ", ".join(f"{drafted.count(d)} at depth {d}{'+' if d == deepest else ''}" for d in sorted(set(drafted)))
     return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")
 
 
 def write_text(
-    out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
+    out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, live: bool,
     **arguments: Any,
 ) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
     """Stream the text that `base` generates after `prompt` → generate()'s output, and the draft depth of each token.
 
-    With color_depth the prompt is printed too, in another colour or, without colours, followed by ▶."""
-    before = (prompt if terminal.has_colors(out) else prompt + "▶") if color_depth else ""
-    stream: Any = TokenStream(out, tokenizer, colored=color_depth, prompt=before)
-    try:
-        result: Any = generate(base, **inputs, **arguments, streamer=stream, return_dict_in_generate=True)
-    except BaseException:
-        if stream.depths:  # the error begins a line of its own
-            terminal.write(out, "\n")
-        raise
-    stream.close(result.steps[-1].accepted[0])
+    live: tokens are coloured, the pace is shown below the text, and the prompt is printed too, in another colour or,
+    without colours, followed by ▶."""
+    before = (prompt if terminal.has_colors(out) else prompt + "▶") if live else ""
+    with terminal.StatusLine(out, shown=live) as status:
+        stream: Any = TokenStream(out, tokenizer, colored=live, prompt=before, status=status)
+        try:
+            result: Any = generate(base, **inputs, **arguments, streamer=stream, return_dict_in_generate=True)
+            stream.close(result.steps[-1].accepted[0])
+        finally:
+            if stream.depths:  # what follows begins a line of its own
+                terminal.write(out, "\n")
     return result, stream.depths

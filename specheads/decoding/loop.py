@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from specheads.decoding.acceptance import Acceptance
+from specheads.decoding.acceptance import Acceptance, Verdict
 from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, StepCompiler
 from specheads.decoding.compiled.graphs import DEFAULT_BACKEND
@@ -38,6 +38,10 @@ Stop = Callable[..., int]  # see decode()
 # in every step "other", "draft", "verify" and "accept" (compiled, accepting is part of "verify", or the whole step is
 # one part, "step"). None, the default, costs one look-up a step.
 part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
+
+# Called after each step with its tree, the target's logits at its nodes (B, N, V) and the verdict; not if the step is
+# compiled, since those tensors stay in the graph.
+step_watch: ContextVar[Callable[[DraftTree, Tensor, Verdict], None] | None] = ContextVar("step_watch", default=None)
 
 
 def decode(
@@ -246,6 +250,8 @@ class _Loop:
                 rows = self.rows(tree.max_depth)
                 advance = step_after_draft(self.target, self.accept, self.sampler, tree, rows, self.num_top, host)
                 self.end_watch(host.logits, schedule.active)
+                if (watch := step_watch.get()) is not None:
+                    watch(tree, host.logits, host.verdict)
         gain = self.transfer(advance)
         scores = [] if host is None or not self.keep_scores else scores_of(host.verdict, gain)
         step = self.report(schedule, gain, scores, began)

@@ -1,16 +1,20 @@
 """Lossy rules, tasks and cascades in specheads bench: what their texts are worth, beside what they gain."""
 
 import json
+import operator
+import random
 
 import pytest
 import torch
 
-from specheads.bench.compare import report, run
+from specheads.bench.compare import plots, report, run
 from specheads.bench.compare.decoder_spec import BenchSetup
+from specheads.bench.compare.decoder_texts import engine_of
 from specheads.bench.compare.judge import distance
 from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.prompt_sets import PromptSet, prompt_sets
 from specheads.models.named import Models
+from specheads.pictures import LIGHT
 from tests.support.command_line import run as program
 from tests.support.tiny_models import tiny_llama
 
@@ -120,18 +124,47 @@ def test_the_fastest_rule_that_keeps_accuracy_is_named_or_that_there_is_none():
     assert list(report.fastest_lossy(MADE[:2])) == []
 
 
-def test_a_rule_s_thresholds_are_a_curve_and_the_trade_off_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    from specheads.bench.compare import plots
+def test_bars_are_the_speeds_over_one_axis_greedy_text_first_and_engines_in_their_colours():
+    to_hex = pytest.importorskip("matplotlib.colors").to_hex
+    rows = [
+        {**row_of("head", 2.0), "temperature": 0.8, "speed_up_interval": [1.5, 2.5]},
+        row_of("plain"),
+        row_of("head", 3.0),
+    ]
+    rows += [{**row_of("openvino", 1.5), "engine": "openvino"}, {**row_of("transformers"), "engine": "transformers"}]
+    figure = plots.speed_ups({"rows": rows, "reference": "plain"}, LIGHT)
+    greedy, sampled = figure.axes
+    assert [panel.get_title() for panel in figure.axes] == ["p, batch 1, T = 0", "p, batch 1, T = 0.8"]
+    assert greedy.get_xlim() == sampled.get_xlim() and [bar.get_width() for bar in sampled.patches] == [2.0]
+    assert [bar.get_width() for bar in greedy.patches] == [1.0, 3.0, 1.5, 1.0]
+    assert [text.get_text() for text in greedy.texts] == ["1.00×", "3.00×", "1.50×", "1.00×"]
+    (ends,) = (line for line in sampled.collections if len(line.get_segments()))
+    assert ends.get_segments()[0][:, 0].tolist() == [1.5, 2.5]
+    colors = [to_hex(bar.get_facecolor()) for bar in greedy.patches]
+    assert colors[0] == colors[1] == LIGHT.color(0) and len(set(colors)) == 3
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"specheads", "openvino", "transformers"}
+    assert [engine_of(name) for name in ("plain", "head tree=chain:3", "transformers-lookup:3")] == [
+        "specheads", "specheads", "transformers"
+    ]  # fmt: skip
 
-    curves = plots.curves(MADE)
-    assert {name: [row["nats"] for row in points] for name, points in curves.items()} == {
-        "head tree=chain:3 fuzzy js": [0.01, 0.2], "head tree=chain:3 typical": [0.02],
-    }  # fmt: skip
-    files = plots.draw(tmp_path, {"rows": MADE, "reference": "plain"})
-    assert [file.name for file in files] == ["bench.png", "trade_off.png"]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-    assert [file.name for file in plots.draw(tmp_path, {"rows": MADE[:2], "reference": "plain"})] == ["bench.png"]
+
+def test_the_front_is_what_nothing_beats_and_its_thresholds_stand_at_its_points():
+    pytest.importorskip("matplotlib")
+    rng = random.Random(0)
+    for least in (True, False):
+        points = [(rng.randrange(6), (float(rng.randrange(6)),), str(i)) for i in range(40)]
+        better = operator.le if least else operator.ge
+        beaten = {
+            (x, speed) for x, (speed,), _ in points for a, (b,), _ in points
+            if better(a, x) and b >= speed and (a, b) != (x, speed)
+        }  # fmt: skip
+        kept = [(x, speed) for x, (speed,), _ in plots.front(points, least=least)]
+        assert set(kept) == {(x, speed) for x, (speed,), _ in points} - beaten and len(kept) == len(set(kept))
+    nats, accuracy = plots.trade_offs({"rows": MADE, "reference": "plain"}, LIGHT).axes
+    assert [text.get_text() for text in nats.texts] == ["exact", "fuzzy:js:0.1", "fuzzy:js:0.3"]
+    assert [text.get_text() for text in accuracy.texts] == ["typical", "exact", "fuzzy:js:0.1", "fuzzy:js:0.3"]
+    assert [*plots.pictures_of({"rows": MADE, "reference": "plain"})] == ["bench", "trade_off"]
+    assert [*plots.pictures_of({"rows": MADE[:2], "reference": "plain"})] == ["bench"]
 
 
 def test_shards_measure_all_rounds_between_them(shipped, tmp_path):

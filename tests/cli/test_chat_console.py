@@ -7,18 +7,22 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from specheads.cli.chat.console import Console
 from specheads.cli.chat.lines import Entry, read_entry
 from specheads.cli.chat.session import Session, stoppable
 from specheads.cli.chat.settings import COMMANDS, SETTINGS
+from specheads.cli.chat.tree import drawn
 from specheads.cli.options.decode import ChatOptions
 from specheads.models.named import Models
 from tests.support.command_line import CONTROL, run, ship
@@ -181,9 +185,13 @@ def test_a_typed_escape_is_a_newline_or_a_tab():
 class Terminal:
     """The program in a terminal of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, state, *arguments):
+        """state: the folder of the console's history."""
         self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+        environment["XDG_STATE_HOME"] = str(state)
+        environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers where the cursor is
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specheads", "chat", *map(str, arguments)], stdin=slave, stdout=slave,
             stderr=slave, env=environment, cwd=ROOT, start_new_session=True,
@@ -199,6 +207,7 @@ class Terminal:
             assert time.monotonic() < end, f"no {text!r} in {self.shown!r}"
             if select.select([self.master], [], [], 0.1)[0]:
                 self.shown += os.read(self.master, 65536).decode("utf8", "replace")
+                self.shown = self.shown.replace("\b\x1b[2C", " ")  # prompt_toolkit's way to write a space
         start, self.seen = self.seen, self.shown.index(text, self.seen) + len(text)
         return self.shown[start : self.seen]
 
@@ -212,6 +221,43 @@ def heeded():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def test_the_last_tree_has_the_bases_probabilities_and_the_path_that_was_accepted(shipped):
+    """Each node's number against a pass of the base over its own prefix; the marks against the text that was gained."""
+    models = Models.load(str(shipped / "eagle3"), device="cpu")
+    options = ChatOptions(model="", draft="head", tree="comb:3,2", max_new_tokens=9, chat=False)
+    session = Session(models, options)
+    with pytest.raises(ValueError, match="/tree: nothing was drafted yet"):
+        Console(session).command("tree")
+    answer = session.answer(session.ways()[0], "x = ", 0)
+    assert session.trees.last is not None
+    tree, logits, verdict = session.trees.last
+    base, ids = models.target, session.prompt_ids("x = ")
+    step = next(step for step in reversed(answer.steps) if step.drafted[0])
+    before = answer.token_ids[: -sum(len(s.tokens[0]) for s in answer.steps[answer.steps.index(step) :])]
+    shown = []  # (mark, token, probability) as they are drawn
+    line, drawing = drawn(tree, logits, verdict, session.tokenizer)
+    lines = [drawing]
+    for branch in lines:
+        lines += branch.children
+        shown += re.findall(r"([✓✗→]) (.*?) (\d\.\d\d)(?:  |$)", getattr(branch.label, "plain", ""))
+    assert len(shown) == tree.num_nodes  # the drafted nodes, and the model's own next token instead of the root
+    expected = []
+    for node, parent in enumerate(tree.parents[0].tolist()):
+        if parent < 0:
+            continue
+        prefix, at = [], parent
+        while at >= 0:
+            prefix.insert(0, int(tree.tokens[0, at]))
+            at = int(tree.parents[0, at])
+        probs = base(torch.tensor([[*ids, *before[:-1], *prefix]])).logits[0, -1].softmax(-1)
+        token = int(tree.tokens[0, node])
+        expected.append((session.tokenizer.decode([token]), f"{float(probs[token]):.2f}"))
+    assert sorted((repr(text), p) for text, p in expected) == sorted((t, p) for mark, t, p in shown if mark != "→")
+    accepted = [session.tokenizer.decode([token]) for token in step.tokens[0][: step.accepted[0]]]
+    assert [text for mark, text, _ in shown if mark == "✓"] == [repr(text) for text in accepted]
+    assert f"{step.accepted[0]} of {tree.num_nodes - 1} drafts accepted" in line
 
 
 def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
@@ -231,23 +277,24 @@ def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
-    terminal = Terminal(endless, "--no-chat", "--max-new-tokens", ENDLESS, "--compare", "draft=none")
+def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless, tmp_path):
+    terminal = Terminal(tmp_path, endless, "--no-chat", "--max-new-tokens", ENDLESS, "--compare", "draft=none")
     try:
         terminal.wait_for("> ")
-        terminal.type("x = \n")
+        terminal.type("x = \r")
         terminal.wait_for("auto")
         terminal.type("\x03")
         terminal.wait_for("stopped")
         terminal.wait_for("auto (stopped)")
         terminal.wait_for("> ")
-        terminal.type("/max\t4\n")  # Tab completes it
+        tab = "\t" if find_spec("prompt_toolkit") else "_new_tokens "
+        terminal.type(f"/max{tab}4\r")  # Tab completes it
         terminal.wait_for("/max_new_tokens: 4")
         terminal.wait_for("> ")
-        terminal.type("/chat of\t\n")
+        terminal.type("/chat of\t\r" if find_spec("prompt_toolkit") else "/chat off\r")
         terminal.wait_for("/chat: off")
         terminal.wait_for("> ")
-        terminal.type('"""y\n= """\n')
+        terminal.type('"""y\r= """\r')
         figures = terminal.wait_for("speed-up") + terminal.wait_for("1.00×")
         assert re.search(r"auto +4 ", figures) and "\x1b[1m" in figures
         terminal.wait_for("> ")

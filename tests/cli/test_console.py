@@ -2,7 +2,9 @@
 
 import io
 import itertools
+import re
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from rich.console import Console
 from specheads import terminal
 from specheads.cli import text
 from specheads.cli.chat.console import COLUMNS
+from specheads.cli.text_picture import text_svg
 from specheads.decoding.drafters.retokenize import TextPieces
+from specheads.pictures import DARK, LIGHT
 
 TABLES = {
     "comparison": (COLUMNS, ("head", "96", "178.1", "2.00×", "123/456 (27%)", "2.10", "differs")),
@@ -53,6 +57,44 @@ def test_each_token_is_coloured_by_its_draft_depth():
     assert screen.written == [
         ("a", styles[0]), ("b", styles[1]), ("c", styles[2]), ("d", styles[0]), ("e", styles[1]), ("f", styles[0])
     ]  # fmt: skip
+
+
+def test_the_pace_stands_below_the_text_and_leaves_the_terminal_as_it_was(monkeypatch):
+    """A screen of 20 × 6 that knows what the line is made of; text that is longer than the screen scrolls above it."""
+    file = io.StringIO()
+    console = Console(file=file, width=20, height=6, force_terminal=True)
+    with terminal.StatusLine(console) as status:
+        stream = text.TokenStream(console, Pieces(), colored=False, status=status)
+        for step in (b"prompt", b"a", b"bcd\n"):
+            stream.put(torch.tensor(list(step)))
+        stream.close(accepted=3)
+    shown = file.getvalue()
+    assert shown.count("\x1b[1;5r") == 1 and shown.endswith("\x1b7\x1b[r\x1b[6;1H\x1b[2K\x1b8")
+    lines = re.findall(r"\x1b7\x1b\[6;1H\x1b\[2K\x1b\[2m(.*?)\x1b\[0m\x1b8", shown)
+    assert len(lines) == 2 and all(len(line) < 20 for line in lines)
+    assert lines[0].startswith("1 token  ") and lines[1].startswith("5 tokens  ")
+    assert re.sub(r"\x1b7.*?\x1b8|\x1b[DM]", "", shown).replace("\x1b[1;5r", "") == "abcd\n"
+    for hidden in (Console(file=io.StringIO(), force_terminal=False), Console(file=file, force_terminal=True)):
+        with terminal.StatusLine(hidden, shown=hidden.file is not file) as status:
+            status.update("x")
+    assert file.getvalue() == shown
+
+
+def test_the_picture_of_a_text_has_each_token_in_the_colour_of_its_depth_and_asks_for_nothing():
+    svg = text_svg("x =", list(b"abc<"), [0, 1, 2, 7], 3, Pieces())
+    root = ElementTree.fromstring(svg)  # a < of the text is no tag
+    style = next(node.text for node in root if node.tag.endswith("style"))
+    light, _, dark = style.partition("@media(prefers-color-scheme: dark)")
+    for sheet, look in ((light, LIGHT), (dark, DARK)):
+        fill = dict(re.findall(r"\.(text-\w+) \{ ?fill: (#[0-9a-f]{6})", sheet))
+        words = [(node.text.replace("\xa0", " "), fill[node.attrib["class"]]) for node in root.iter() if node.text
+                 and node.tag.endswith("}text") and node.text.strip()]  # fmt: skip
+        blue, green, cyan, purple = (look.colors[i] for i in (0, 2, 5, 7))
+        assert words[:5] == [("x =", look.soft), ("a", look.ink), ("b", green), ("c", cyan), ("<", purple)]
+        assert ("3", blue) in [(text.strip(), color) for text, color in words], "the legend's"
+        assert fill["text-page"] == look.page
+    assert "4 tokens in 3 passes of the model: 1.33 tokens a pass" in "".join(root.itertext()).replace("\xa0", " ")
+    assert not re.search(r"url\((?!#)|@font-face|@import|href", svg) and svg.count("http") == 1
 
 
 def test_the_prompt_is_shown_with_the_first_token():

@@ -688,4 +688,14 @@ MUTATIONS = (
       "< AGREES * len(probes)", "< 0", "audit/test_diagnosis.py", "wrong_is_not_excused"),
     M("variance of accepted drafts about 0", "audit.acceptance:Comparison.errors",
       "- mean**2", "", "audit/test_acceptance.py", "apart"),
+    # --- pictures and the console ---
+    M("a front of points that others beat", "bench.compare.plots:front",
+      "point[1][0] > kept[-1][1][0]", "point[1][0] != kept[-1][1][0]", "bench/test_lossy.py", "front"),
+    M("names of lines joined to their data over the data", "pictures:label_ends",
+      "(1.005, end)", "(0.9, end)", "test_pictures.py", "thread"),
+    M("dark colours of fills alone", "pictures:svg",
+      'for name in ("fill", "stroke")', 'for name in ("fill",)', "test_pictures.py", "dark"),
+    M("probability of a draft at its own node", "cli.chat.tree:drawn",
+      "probs[parents[node], tokens[node]]", "probs[node % len(probs), tokens[node]]",
+      "cli/test_chat_console.py", "last_tree"),
 )  # fmt: skip

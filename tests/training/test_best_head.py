@@ -57,7 +57,7 @@ def test_the_curve_keeps_each_step_and_the_restored_head_has_the_figures_of_its_
     assert metrics["head_step"] == best["step"] and metrics["eval_loss"] == best["eval_loss"]
     assert json.loads((tmp_path / "results.json").read_text()) == metrics
     drawn = series(run.trainer.state.log_history)["loss"]["held out"]
-    assert drawn == [(entry["step"], entry["eval_loss"]) for entry in found]
+    assert drawn == [(entry["step"], entry["eval_loss"], None) for entry in found]
     lengths = [point.length for point in read_curve(tmp_path).points]
     assert lengths == [entry["eval_accepted_length"] for entry in found]
     card = (tmp_path / "README.md").read_text("utf8")

@@ -81,9 +81,11 @@ class BenchSetup:
 class DecoderSpec(ABC):
     """The decoder that a text names. drafters: the names of its drafters, if any. refill: it takes all prompts of a
     round at once, and a finished text's row goes to the next prompt. compiles_as_needed: other texts may need other
-    graphs. lossy: it may write other text than the base. peer: the engine in whose environment it runs, if any."""
+    graphs. lossy: it may write other text than the base. peer: the engine in whose environment it runs, if any; engine:
+    the program that runs it, if that is none."""
 
     peer: ClassVar[str | None] = None
+    engine: ClassVar[str] = "transformers"
 
     @property
     def drafters(self) -> tuple[str, ...]:

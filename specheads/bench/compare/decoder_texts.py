@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from specheads.bench import decoders
 from specheads.bench.compare.decoder_spec import BenchSetup, Cell, DecoderSpec, Engine, OneRow
@@ -116,6 +116,7 @@ class Ours(DecoderSpec):
     defaults; auto: the drafter is a head, and draft="auto" picks its draft, prompt lookup or none by measured costs;
     refill: use generate_many() over a queue of prompts; k_matrix (as JSON), leniency, notation: of a cascade."""
 
+    engine: ClassVar[str] = "specheads"
     drafter: str | None
     tree: str | None = None
     accept: str | None = None
@@ -203,6 +204,17 @@ def parse_decoder(text: str) -> DecoderSpec:
         return _ours(first, words)
     except ValueError as error:
         raise ValueError(f"decoder {text!r}: {error}") from error
+
+
+def engine_of(text: str) -> str:
+    """The program that runs the decoder that a text names: specheads, transformers, or a peer."""
+    spec = parse_decoder(text)
+    return spec.peer or spec.engine
+
+
+def exact_twin(name: str) -> str:
+    """The text of the decoder with the same drafts under the exact rule."""
+    return " ".join(word for word in name.split(" ") if not word.startswith("accept="))
 
 
 def _ours(first: str, words: dict[str, str]) -> Ours:

@@ -2,113 +2,131 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from specheads.bench.compare.decoder_spec import by_cell
-from specheads.decoding.acceptance import RULES
+from specheads import pictures
+from specheads.bench.compare.decoder_spec import Cell, by_cell
+from specheads.bench.compare.decoder_texts import exact_twin
 
-AXES = {"accuracy": "accuracy (share of right answers)", "nats": "nats a token from the base (at T = 0 mean KL)"}
-
-MARKERS = "osv^D<>pX"  # with matplotlib's ten colours: ninety curves that differ
-
-
-def require_matplotlib() -> None:
-    """ImportError, with what to do, if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("pictures need matplotlib: pip install 'specheads[plots]', or leave them out with --no-plots")
+AXES = {"nats": "nats a token from the base (at T = 0 mean KL)", "accuracy": "accuracy (share of right answers)"}
 
 
-def draw(folder: Path, record: dict[str, Any]) -> list[Path]:
-    """Draw bench.png and, if a rule is lossy, trade_off.png. Needs matplotlib."""
-    require_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pictures = {"bench.png": speed_ups}
+def pictures_of(record: dict[str, Any], *, across: int = 4) -> dict[str, pictures.Draw]:
+    """The pictures of a record by name: bench and, if a rule is lossy, trade_off. across: panels in a line, at most."""
+    drawn: dict[str, pictures.Draw] = {"bench": partial(speed_ups, record, across=across)}
     if any(row["nats"] is not None and row["over_exact"] for row in record["rows"]):
-        pictures["trade_off.png"] = trade_offs
-    for name, picture in pictures.items():
-        figure = picture(record)
-        figure.savefig(folder / name, dpi=110)
-        pyplot.close(figure)
-    return [folder / name for name in pictures]
+        drawn["trade_off"] = partial(trade_offs, record, across=across)
+    return drawn
 
 
-def speed_ups(record: dict[str, Any]) -> Any:
-    """Each decoder's speed-up over the reference, with its interval."""
-    from matplotlib import pyplot
-
+def speed_ups(record: dict[str, Any], look: pictures.Look, *, across: int = 4) -> Any:
+    """Each decoder's speed-up over the reference, with its interval: a bar in the colour of its engine, over the same
+    axis in all panels; T = 0 before sampled text. across: panels in a line, at most."""
     cells = by_cell(record["rows"])
+    sets = [*dict.fromkeys(cell.prompts for cell in cells)]
+    order = sorted(cells, key=lambda cell: (sets.index(cell.prompts), cell.temperature, cell.top_k, cell.batch))
+    across = min(across, len(order), _in_line(order))
     names = list(dict.fromkeys(row["decoder"] for row in record["rows"]))
-    across = max(1, len(cells) // len({cell.prompts for cell in cells}))
-    down = -(-len(cells) // across)
-    figure, panels = pyplot.subplots(
-        down, across, figsize=(2.6 + 3.2 * across, (0.28 * len(names) + 0.9) * down), squeeze=False, sharey=True,
-        layout="constrained",
-    )  # fmt: skip
-    for panel, (cell, rows) in zip(panels.flat, cells.items(), strict=False):
-        for row in rows:
-            level, value = names.index(row["decoder"]), row["speed_up"] or 0.0
-            low, high = row["speed_up_interval"] or (value, value)
-            panel.barh(level, value, color="tab:grey" if row["reference"] else "tab:blue")
-            panel.errorbar(
-                value, level, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color="black", capsize=2,
-                linewidth=1,
-            )  # fmt: skip
-        panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
-        panel.set_yticks(range(len(names)), names, fontsize=8)
-        panel.set_title(str(cell), fontsize=9)
-        panel.grid(axis="x", alpha=0.3)
-    panels[0][0].invert_yaxis()
-    figure.supxlabel(f"speed over {record['reference']}, with 95 % intervals", fontsize=9)
-    return figure
-
-
-def trade_offs(record: dict[str, Any]) -> Any:
-    """Speed over the exact rule against distance from the base and, where answers are known, accuracy: a curve for each
-    rule, its points ordered by threshold."""
-    from matplotlib import pyplot
-
-    cells = by_cell(record["rows"])
-    along = [name for name in ("nats", "accuracy") if any(row[name] is not None for row in record["rows"])]
-    figure, panels = pyplot.subplots(
-        len(cells), len(along), figsize=(7.0 * len(along), 4.8 * len(cells)), squeeze=False, layout="constrained"
+    engines = [*dict.fromkeys(row.get("engine", "specheads") for row in record["rows"])]
+    colors = dict(zip(sorted(engines, key=lambda engine: engine != "specheads"), look.colors, strict=False))
+    colors["transformers"] = look.soft
+    widest = 0.075 * max(map(len, names))  # inches
+    whole, panels = pictures.panels(
+        -(-len(order) // across), across, 2.9 + widest / across, 0.24 * len(names) + 0.85, sharex=True, sharey=True
     )
-    for line, (cell, rows) in zip(panels, cells.items(), strict=True):
-        for panel, name in zip(line, along, strict=True):
-            for number, (label, points) in enumerate(curves(rows).items()):
-                shown = [p for p in points if p[name] is not None]
-                panel.plot(
-                    [p[name] for p in shown],
-                    [p["over_exact"][0] for p in shown],
-                    marker=MARKERS[number % 9],
-                    label=label,
-                )
-            panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
-            panel.set_xlabel(AXES[name])
-            panel.set_ylabel("speed over the exact rule")
-            panel.set_title(str(cell), fontsize=9)
-            panel.grid(alpha=0.3)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    return figure
+    end = max([1.0, *((row["speed_up_interval"] or [row["speed_up"]])[-1] or 0.0 for row in record["rows"])])
+    for panel in panels.flat[len(order) :]:
+        panel.set_axis_off()
+    for panel, cell in zip(panels.flat, order, strict=False):
+        for row in cells[cell]:
+            level, value = names.index(row["decoder"]), row["speed_up"]
+            if value is None:
+                continue
+            low, high = row["speed_up_interval"] or (value, value)
+            panel.barh(level, value, height=0.72, color=colors[row.get("engine", "specheads")])
+            if high > low:
+                panel.errorbar(value, level, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], ecolor=look.ink,
+                               capsize=2, elinewidth=1)  # fmt: skip
+            panel.annotate(
+                f"{value:.2f}×", (max(value, high), level), (4, 0), textcoords="offset points", va="center",
+                fontsize=pictures.SMALL, bbox={"facecolor": look.page, "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+        panel.axvline(1, color=look.ink, linewidth=0.8, linestyle=(0, (4, 3)))
+        panel.set(xlim=(0, 1.16 * end), ylim=(len(names) - 0.45, -0.55))
+        panel.set_title(str(cell), fontsize=9)
+        panel.set_yticks(range(len(names)), names)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(visible=False, axis="y")
+    whole.supxlabel(f"speed over {record['reference']}, × (bars: 95 % intervals)", fontsize=9.5, color=look.soft)
+    if len(engines) > 1:
+        from matplotlib.patches import Patch
+
+        keys = [Patch(color=colors[engine], label=engine) for engine in engines]
+        whole.legend(handles=keys, loc="outside upper right", ncols=len(keys), frameon=False, fontsize=pictures.SMALL)
+    return whole
 
 
-def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of lossy rules, by decoder without the rule's threshold, in the order of the threshold."""
-    points: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    for row in rows:
-        words = row["decoder"].split(" ")
-        rule = next((word.removeprefix("accept=") for word in words if word.startswith("accept=")), None)
-        if rule is None or not row["over_exact"]:
-            continue
-        kind, options = RULES.parse(rule)
-        field = RULES[kind].threshold_field
-        threshold = options.pop(field, None) if field else None
-        label = " ".join([*(word for word in words if not word.startswith("accept=")), kind, *options.values()])
-        points.setdefault(label, []).append((float(threshold or 0.0), row))
-    return {label: [row for _, row in sorted(ordered, key=lambda p: p[0])] for label, ordered in points.items()}
+def _in_line(order: Sequence[Cell]) -> int:
+    """How many panels belong side by side: those that differ in the batch only, else in the temperature, else all."""
+    first = order[0]
+    alike = [cell for cell in order if (cell.prompts, cell.temperature) == (first.prompts, first.temperature)]
+    return max(len(alike), 1) if len(alike) > 1 else max(2, sum(cell.prompts == first.prompts for cell in order))
+
+
+def trade_offs(record: dict[str, Any], look: pictures.Look, *, across: int = 2) -> Any:
+    """Speed over the exact rule against distance from the base and, where answers are known, accuracy. The Pareto front
+    is in colour, with its rules, thresholds and intervals; all else is grey."""
+    cells = by_cell(record["rows"])
+    along = [name for name in AXES if any(row[name] is not None for row in record["rows"])]
+    across = min(across, len(along))
+    whole, panels = pictures.panels(len(cells) * len(along) // across, across, 6.4, 4.6)
+    for i, (cell, rows) in enumerate(cells.items()):
+        numbers: dict[str, int] = {}  # of a cell's rules: each has one colour
+        for panel, name in zip(panels.flat[i * len(along) :], along, strict=False):
+            points = points_of(rows, name)
+            kept = front(points, least=name == "nats")
+            panel.axhline(1, color=look.ink, linewidth=0.8, linestyle=(0, (4, 3)))
+            panel.plot([p[0] for p in points], [p[1][0] for p in points], "o", color=look.soft, markersize=3, alpha=0.5)
+            panel.plot([p[0] for p in kept], [p[1][0] for p in kept], color=look.color(0), linewidth=0.9)
+            texts = []
+            for x, speed, text in kept:
+                color = look.color(numbers.setdefault(text, len(numbers)))
+                panel.plot(x, speed[0], "o", color=color, markersize=6)
+                if speed[1:]:
+                    panel.vlines(x, *speed[1:], color=color, linewidth=1.2)
+                texts.append((x, max(speed), text, color))
+            panel.set(xlabel=AXES[name], title=str(cell), ylabel="speed over the exact rule, ×")
+            pictures.label_front(panel, texts, left=name == "nats")
+            if name == "accuracy":
+                panel.xaxis.set_major_formatter("{x:.0%}")
+    note = "in colour: no other rule is at least as good in both; dashed: the exact rule; vertical: 95 % intervals"
+    whole.supxlabel(note, fontsize=pictures.SMALL, color=look.soft)
+    return whole
+
+
+Point = tuple[float, Sequence[float], str]  # x; speed over the exact rule, and the ends of its interval; the rule
+
+
+def points_of(rows: Sequence[dict[str, Any]], name: str) -> list[Point]:
+    """The rules of a cell's rows by this figure. Words that all decoders share are left out."""
+    ruled = [(row, row["decoder"].split(" ")) for row in rows if row["over_exact"] and row[name] is not None]
+    common = set[str]().union(*(words for _, words in ruled)).intersection(*(words for _, words in ruled))
+    points: list[Point] = [
+        (row[name], row["over_exact"], " ".join(word.removeprefix("accept=") for word in words if word not in common))
+        for row, words in ruled
+    ]
+    drafted = {exact_twin(row["decoder"]) for row, _ in ruled}
+    exact = [row[name] for row in rows if row["decoder"] in drafted and row[name] is not None]
+    return [*points, *((x, (1.0,), "exact") for x in dict.fromkeys(exact))]
+
+
+def front(points: Sequence[Point], *, least: bool) -> list[Point]:
+    """The Pareto front: the points that no other is as good as in both. The best x comes first; least: it is the least.
+    Of equal points the first is kept."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda point: (point[0] if least else -point[0], -point[1][0])):
+        if not kept or point[1][0] > kept[-1][1][0]:
+            kept.append(point)
+    return kept

@@ -10,11 +10,14 @@ from typing import Any
 
 from specheads.bench import cost, environment
 from specheads.bench.compare.decoder_spec import Cell, by_cell
+from specheads.bench.compare.decoder_texts import engine_of, exact_twin
+from specheads.bench.compare.plots import pictures_of
 from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.figures.samples import GRAM, POSITIONS, Round, figures, work_of
 from specheads.bench.report import format_figure, format_interval, markdown
 from specheads.decoding.acceptance import rule_named
 from specheads.files import write_whole
+from specheads.pictures import save
 
 NAME = "bench"
 Row = dict[str, Any]
@@ -65,7 +68,7 @@ def rows_of(
                 swi = cost.walltime_improvement(row["gained"], row["reviews"], (costs or {})[name])
             rows.append({
                 **vars(cell), "decoder": name, "reference": name == reference, "lossless": is_lossless(name), **row,
-                "swi": swi,
+                "swi": swi, "engine": engine_of(name),
                 "over_exact": None if exact == name else over(served, name, exact),
                 "step_over_floor": _over(row["step_seconds"], floor_seconds),
                 "verify_over_floor": _over(row["verify_seconds"], floor_seconds),
@@ -76,11 +79,6 @@ def rows_of(
                     "verify_seconds", "over_exact", "step_over_floor", "verify_over_floor",
                 ))  # fmt: skip
     return rows
-
-
-def exact_twin(name: str) -> str:
-    """The text of the decoder with the same drafts under the exact rule."""
-    return " ".join(word for word in name.split(" ") if not word.startswith("accept="))
 
 
 def is_lossless(name: str) -> bool:
@@ -247,16 +245,12 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
     """Write bench.json, bench.md and, if `plots`, the pictures. ImportError if they need matplotlib and it is not
     installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = []
-    if plots:
-        from specheads.bench.compare.plots import draw
-
-        pictures = draw(folder, record)
+    drawn = [save(folder / f"{name}.png", draw) for name, draw in pictures_of(record).items()] if plots else []
     paths = [folder / f"{NAME}.json", folder / f"{NAME}.md"]
     # resolved, so that a symbolic link is not replaced by a file
     write_whole(paths[0].resolve(), as_json(record))
-    write_whole(paths[1].resolve(), as_markdown(record, [path.name for path in pictures]))
-    return paths + pictures
+    write_whole(paths[1].resolve(), as_markdown(record, [path.name for path in drawn]))
+    return paths + drawn
 
 
 def legend(shown: Sequence[Table]) -> list[str]:

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from specheads import pictures
 from specheads.bench import environment
 from specheads.bench.compare import report
 from specheads.bench.compare.decoder_spec import by_cell
-from specheads.bench.web import charts
+from specheads.bench.compare.plots import pictures_of
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.files import write_whole
 from specheads.models.files import RECIPE, RESULTS, STATE, history, numbers, results
+from specheads.training.report import compare, curves
 from specheads.training.report.curves import series
 from specheads.version import __version__
 
 BENCH = f"{report.NAME}.json"
 _MAX_BYTES = 256 << 20  # of a bench's record, which holds every step
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1d2328;--soft:#5c6770;--page:#fff;--rule:#dde2e6;--c0:#0072b2;--c1:#d55e00;
---c2:#009e73;--c3:#cc79a7;--c4:#9a7b00;--c5:#3a9bd9;--c6:#6b6b6b}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e8eb;--soft:#a3adb5;--page:#15191c;--rule:#343b41;--c0:#56b4e9;
---c1:#e88a4a;--c2:#3fc79a;--c3:#e0a3c5;--c4:#e6c229;--c5:#8ecbf0;--c6:#b5b5b5}}
+
+
+def _variables(look: pictures.Look) -> str:
+    parts = {"ink": look.ink, "soft": look.soft, "page": look.page, "rule": look.rule, "mark": look.color(0)}
+    return ":root{" + "".join(f"--{name}:{color};" for name, color in parts.items()) + "}"
+
+
+_STYLE = (
+    f"""
+{_variables(pictures.LIGHT)}@media(prefers-color-scheme:dark){{{_variables(pictures.DARK)}}}
+"""
+    + """:root{color-scheme:light dark}
 *{box-sizing:border-box}body{margin:0 auto;max-width:60rem;padding:1rem;background:var(--page);color:var(--ink);
 font:16px/1.5 system-ui,sans-serif}h1{font-size:1.5rem}h2{margin-top:2.5rem;border-top:1px solid var(--rule);
 padding-top:1rem;overflow-wrap:anywhere}h3{margin-bottom:.3rem}p.note{color:var(--soft);margin:.2rem 0}
@@ -33,13 +43,10 @@ padding-top:1rem;overflow-wrap:anywhere}h3{margin-bottom:.3rem}p.note{color:var(
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
 th:first-child,td:first-child{text-align:left}
 pre{background:color-mix(in srgb,var(--rule) 45%,transparent);padding:.7rem;
-font-size:.85rem}svg{width:100%;max-width:44rem;height:auto;display:block}
-svg text{fill:var(--soft);font:12px system-ui,sans-serif}
-.grid{stroke:var(--rule)}.mark{stroke:var(--ink);stroke-dasharray:3 3}.range{stroke:var(--ink);stroke-width:2}
-.line{fill:none;stroke-width:2}.legend span{margin-right:1rem;font-size:.85rem;white-space:nowrap}
-.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.35em}
-.heat{background:color-mix(in srgb,var(--c0) calc(var(--share)*60%),transparent)}
-""" + "".join(f".s{i}{{stroke:var(--c{i})}}.f{i}{{fill:var(--c{i})}}.b{i}{{background:var(--c{i})}}" for i in range(7))
+font-size:.85rem}svg{width:100%;max-width:38rem;height:auto;display:block;margin:.8rem 0}
+.heat{background:color-mix(in srgb,var(--mark) calc(var(--share)*60%),transparent)}
+"""
+)
 
 
 def write(path: Path, runs: Sequence[Path]) -> None:
@@ -73,19 +80,39 @@ def section(run: Path) -> Iterator[str]:
     )
 
 
+def draw_all(runs: Sequence[Path], folder: Path) -> list[Path]:
+    """Write the pictures of these runs, each in all forms; several training runs beside one another, too."""
+    drawn: dict[str, pictures.Draw] = {}
+    compared = []
+    for name, run in zip(compare.distinct_names([str(run) for run in runs]), runs, strict=True):
+        if run.is_dir() and not (run / BENCH).is_file():
+            steps = [entry for entry in map(numbers, history(run)) if "step" in entry]
+            found: dict[str, pictures.Draw] = {"curves": partial(curves.figure, steps)} if series(steps) else {}
+            compared += [compare.read_curve(run)] if any("tokens_seen" in entry for entry in steps) else []
+        else:
+            record = _json(run / BENCH if run.is_dir() else run)
+            batches = {} if "rows" in record else _parts(CostTable.load(run))
+            found = {f"batch_{batch}": _costs(parts) for batch, parts in batches.items()} or pictures_of(record)
+        prefix = f"{name.replace('/', '-')}-" if len(runs) > 1 else ""
+        drawn |= {prefix + picture: draw for picture, draw in found.items()}
+    if len(compared) > 1:
+        drawn["compared"] = partial(compare.figure, compared)
+    return pictures.save_all(folder, drawn)
+
+
 def training(run: Path) -> Iterator[str]:
     """Curves over the steps, accuracy by depth at each evaluation, final figures, the recipe."""
     log = [numbers(entry) for entry in history(run)]
-    for panel, curves in series([entry for entry in log if "step" in entry]).items():
-        if chart := charts.lines(curves, "step"):
-            yield f"<h3>{escape(panel)}</h3>{chart}"
+    steps = [entry for entry in log if "step" in entry]
+    if series(steps):
+        yield pictures.inline_svg(partial(curves.figure, steps, across=1))
     final = numbers(results(run))
     for name, prefix in _held_out_sets([*log, final]).items():
         shares = {
             f"step {entry['step']:,g}" if "step" in entry else "at the end": _by_depth(entry, prefix)
             for entry in [*_spaced([e for e in log if f"{prefix}accuracy_depth_1" in e], 8), final]
         }
-        if table := charts.heat({step: row for step, row in shares.items() if row}, "depth"):
+        if table := _heat({step: row for step, row in shares.items() if row}, "depth"):
             yield f"<h3>first choices that are the base's own, by depth{escape(f', {name}' if name else '')}</h3>"
             yield table
     if final:
@@ -98,17 +125,12 @@ def training(run: Path) -> Iterator[str]:
 def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
     """A chart of speeds for each cell and of what was accepted by depth and position; all tables; how it was run."""
     try:
-        cells = by_cell(record["rows"])
-        speeds = {
-            cell: {row["decoder"]: (row["speed_up"], *_interval(row)) for row in rows if row["speed_up"] is not None}
-            for cell, rows in cells.items()
-        }
-        most = max([1.0, *map(charts.largest, speeds.values())])
-        for cell, rows in cells.items():
-            if chart := charts.bars(speeds[cell], line=1.0, most=most):
-                yield f"<h3>{escape(str(cell))}: speed over {escape(record['reference'])}</h3>{chart}"
+        if any(row["speed_up"] is not None for row in record["rows"]):
+            for draw in pictures_of(record, across=1).values():
+                yield pictures.inline_svg(draw)
+        for cell, rows in by_cell(record["rows"]).items():
             by_depth = {row["decoder"]: row["accepted_by_depth"] or () for row in rows}
-            if heat := charts.heat({name: shares for name, shares in by_depth.items() if any(shares)}, "depth"):
+            if heat := _heat({name: shares for name, shares in by_depth.items() if any(shares)}, "depth"):
                 yield f"<h3>{escape(str(cell))}: steps that accepted a draft this deep</h3>{heat}"
             positions = {
                 row["decoder"]: sorted((float(start), mean) for start, mean in by_start.items())
@@ -117,7 +139,8 @@ def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
             }
             if len({x for points in positions.values() for x, _ in points}) > 1:
                 yield f"<h3>{escape(str(cell))}: accepted length by output position</h3>"
-                yield charts.lines(positions, "output position at which the step began")
+                where = "output position at which the step began"
+                yield pictures.inline_svg(partial(pictures.line_chart, positions, where, "tokens a step"))
         for shown in report.tables(record["rows"]):
             yield f"<h3>{escape(shown.title)}</h3>{_table(shown.columns, shown.lines)}"
         yield "".join(f'<p class="note">{escape(line)}</p>' for line in report.notes(record))
@@ -134,20 +157,31 @@ def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
 def costs(path: Path) -> Iterator[str]:
     """Milliseconds of a step by batch: verification over nodes, and the rest."""
     table = CostTable.load(path)
-    for batch, step in sorted(table.batches.items()):
-        curves = {f"verify after {length:,} tokens": curve.points for length, curve in sorted(step.verify.items())}
-        rest = {"rest of the loop": step.loop, "each further level of the draft": step.level}
-        curves |= {name: curve.points for name, curve in rest.items() if curve is not None}
-        yield f"<h3>batch {batch}: milliseconds over the nodes of a row</h3>{charts.lines(curves, 'nodes')}"
-        columns = ("part", *(f"{nodes:g} nodes" for nodes, _ in step.loop.points))
-        yield _table(columns, [[name, *(f"{ms:.2f}" for _, ms in points)] for name, points in curves.items()])
+    for batch, parts in _parts(table).items():
+        yield f"<h3>batch {batch}</h3>{pictures.inline_svg(_costs(parts))}"
+        columns = ("part", *(f"{nodes:g} nodes" for nodes, _ in parts["rest of the loop"]))
+        yield _table(columns, [[name, *(f"{ms:.2f}" for _, ms in points)] for name, points in parts.items()])
     if table.acceptance:
         depths = {f"depth {i + 1}": shares for i, shares in enumerate(table.acceptance)}
-        yield f"<h3>drafts that were right, by depth and rank</h3>{charts.heat(depths, 'rank')}"
+        yield f"<h3>drafts that were right, by depth and rank</h3>{_heat(depths, 'rank')}"
     yield f'<p class="note">{escape(table.title)}; measured with {escape(table.measured_with)}.</p>'
     if table.key is not None:
         yield f"<h3>environment</h3><p>{escape(f'{table.key.device}, {table.key.dtype}')}"
         yield f"{', compiled' if table.key.compiled else ''}.</p>"
+
+
+def _parts(table: CostTable) -> dict[int, dict[str, Sequence[tuple[float, float]]]]:
+    """Batch → part of a step → (nodes, milliseconds)."""
+    batches: dict[int, dict[str, Sequence[tuple[float, float]]]] = {}
+    for batch, step in sorted(table.batches.items()):
+        verify = {f"verify after {length:,} tokens": curve for length, curve in sorted(step.verify.items())}
+        parts = {**verify, "rest of the loop": step.loop, "each further level of the draft": step.level}
+        batches[batch] = {name: curve.points for name, curve in parts.items() if curve is not None}
+    return batches
+
+
+def _costs(parts: Mapping[str, Sequence[tuple[float, float]]]) -> pictures.Draw:
+    return partial(pictures.line_chart, parts, "nodes of a row", "milliseconds")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -162,9 +196,17 @@ def _json(path: Path) -> dict[str, Any]:
     return record
 
 
-def _interval(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    low, high = (None if row["reference"] else row["speed_up_interval"]) or (None, None)
-    return low, high
+def _heat(rows: Mapping[str, Sequence[float]], column: str) -> str:
+    """Shares from 0 to 1 as a table whose cells are the darker the larger the share is; columns are `column` 1, 2 …"""
+    longest = max((len(shares) for shares in rows.values()), default=0)
+    if not longest:
+        return ""
+    head = "".join(f"<th>{escape(column)} {i + 1}</th>" for i in range(longest))
+    body = []
+    for name, shares in rows.items():
+        cells = "".join(f'<td style="--share:{share:.2f}" class="heat">{share:.0%}</td>' for share in shares)
+        body.append(f"<tr><th>{escape(name)}</th>{cells}{'<td>–</td>' * (longest - len(shares))}</tr>")
+    return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(body)}</table></div>'
 
 
 def _held_out_sets(entries: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -14,8 +14,9 @@ from specheads import terminal
 from specheads.cli.app import DEBUG, OFF
 from specheads.cli.chat.completion import completions
 from specheads.cli.chat.lines import Entry, asker, interactive, read_entry
-from specheads.cli.chat.session import Answer, Session, stoppable
-from specheads.cli.chat.settings import COMMANDS, SETTINGS, written
+from specheads.cli.chat.session import Answer, Interruption, Session, Way, stoppable
+from specheads.cli.chat.settings import COMMANDS, SETTINGS, TREE_ALONE, written
+from specheads.cli.chat.tree import drawn
 from specheads.cli.options.decode import ChatOptions
 from specheads.cli.text import TokenStream, depth_counts, legend
 from specheads.models.named import Models
@@ -48,6 +49,7 @@ class Console:
         ask = asker(lambda line: completions(line, self.session.models.names()))
         if typed:
             self._say(self._greeting())
+            self._show_legend()
         while True:
             try:
                 entry = read_entry(ask)
@@ -96,15 +98,28 @@ class Console:
             if self.out.is_terminal:
                 self.out.clear()
             self._say("/clear: done")
+        elif name == "tree" and not value.strip():
+            self._draw_tree()
         elif name in SETTINGS:
             self.session.change(name, value)
             self._say(f"/{name}: {written(getattr(self.session.options, name))}")
-            if name == "view" and self.session.options.view == "depth" and terminal.has_colors(self.out):
-                self.messages.print(legend())
+            if name == "view":
+                self._show_legend()
         else:
             near = nearest(name, [*SETTINGS, *COMMANDS])
             hint = f"did you mean /{near}? " if near else ""
             raise ValueError(f"unknown command {shortened('/' + name)}; {hint}/help lists all")
+
+    def _show_legend(self) -> None:
+        if self.session.options.view == "depth" and terminal.has_colors(self.out):
+            self.messages.print(legend())
+
+    def _draw_tree(self) -> None:
+        if self.session.trees.last is None:
+            raise ValueError("/tree: nothing was drafted yet; /tree chain:4 sets a tree")
+        line, tree = drawn(*self.session.trees.last, self.session.tokenizer)
+        self._say(line)
+        self.messages.print(tree)
 
     def prompt(self, text: str) -> None:
         """Answer and, if something is compared, answer once more with the same seed.
@@ -115,16 +130,10 @@ class Console:
         answers: list[Answer] = []
         with stoppable() as stop:
             for way in session.ways():
-                stream = None if session.options.as_json else self._stream(way.name)
-                try:
-                    answers.append(session.answer(way, text, seed, streamer=stream, stop=stop))
-                    if stream is not None:
-                        stream.close(answers[-1].steps[-1].accepted[0])
-                finally:
-                    if stream is not None:
-                        terminal.write(self.out, "\n")
-                if stream is not None and session.options.view == "depth":
-                    self._say(depth_counts(stream.depths))
+                if session.options.as_json:
+                    answers.append(session.answer(way, text, seed, stop=stop))
+                else:
+                    answers.append(self._show_answer(way, text, seed, stop))
                 if stop.asked:
                     break
         if stop.asked:
@@ -136,10 +145,21 @@ class Console:
         else:
             self._show_figures(seed, answers)
 
-    def _stream(self, name: str) -> TokenStream:
-        if self.session.options.compare is not None:
-            self.out.print(Text(terminal.printable(name), style="bold"), soft_wrap=True)
-        return TokenStream(self.out, self.session.tokenizer, colored=self.session.options.view == "depth")
+    def _show_answer(self, way: Way, text: str, seed: int, stop: Interruption) -> Answer:
+        """The answer, shown as it is written, with its pace below it."""
+        session, colored = self.session, self.session.options.view == "depth"
+        if session.options.compare is not None:
+            self.out.print(Text(terminal.printable(way.name), style="bold"), soft_wrap=True)
+        with terminal.StatusLine(self.out) as status:
+            stream = TokenStream(self.out, session.tokenizer, colored=colored, status=status)
+            try:
+                answer = session.answer(way, text, seed, streamer=stream, stop=stop)
+                stream.close(answer.steps[-1].accepted[0])
+            finally:
+                terminal.write(self.out, "\n")
+        if colored:
+            self._say(depth_counts(stream.depths))
+        return answer
 
     def _show_figures(self, seed: int, answers: list[Answer]) -> None:
         notes = []
@@ -174,7 +194,9 @@ class Console:
 
     def _list_commands(self) -> None:
         """Print every command with its value, and what it does below it, broken between words only."""
-        for name, meaning in {**{name: field.metadata["help"] for name, field in SETTINGS.items()}, **COMMANDS}.items():
+        meanings = {name: field.metadata["help"] for name, field in SETTINGS.items()} | COMMANDS
+        meanings["tree"] += f" {TREE_ALONE}"
+        for name, meaning in meanings.items():
             value = f"  {written(getattr(self.session.options, name))}" if name in SETTINGS else ""
             line = Text.assemble((f"/{name}", "bold"), (terminal.printable(value), "cyan"))
             self.messages.print(line, soft_wrap=True)
@@ -187,7 +209,8 @@ class Console:
         self._say(text, style="red")
 
     def _say(self, text: str, style: str = "bright_black") -> None:
-        self.messages.print(Text(terminal.printable(text), style=style), soft_wrap=True)
+        wraps = self.messages.is_terminal  # between words
+        self.messages.print(Text(terminal.printable(text), style=style), soft_wrap=not wraps)
 
 
 def figures(answer: Answer, answers: list[Answer]) -> dict[str, Any]:

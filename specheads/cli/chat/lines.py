@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 PROMPT, MORE = "> ", "… "
 QUOTES = '"""'
+HISTORY = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "specheads", "chat_history")
 
 
 @dataclass(frozen=True)
@@ -53,24 +58,33 @@ def interactive() -> bool:
 
 
 def asker(complete: Callable[[str], list[str]]) -> Callable[[str], str]:
-    """A function that reads a line: in a terminal with history and Tab completion, else from stdin without a prompt.
+    """A function that reads a line: in a terminal with history and Tab completion if prompt_toolkit is installed, in a
+    pipe without a prompt.
 
     complete(line up to the cursor) → the possible completions of its last word.
     """
     if not interactive():
         return _from_pipe
-    with contextlib.suppress(ImportError):  # not on every system
-        import readline
+    if importlib.util.find_spec("prompt_toolkit") is None:
+        return input
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-        def completed(text: str, state: int) -> str | None:
-            words = complete(readline.get_line_buffer()[: readline.get_endidx()])
-            return words[state] if state < len(words) else None
+    class Words(Completer):
+        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
+            line = document.text_before_cursor
+            for word in complete(line):
+                yield Completion(word, start_position=-len(line.rpartition(" ")[2]))
 
-        readline.set_completer(completed)
-        readline.set_completer_delims(" ")
-        # macOS has libedit instead of readline, with other commands.
-        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
-    return input
+    try:
+        HISTORY.parent.mkdir(parents=True, exist_ok=True)
+        HISTORY.touch(mode=0o600)  # what is asked is nobody else's to read
+        history: Any = FileHistory(str(HISTORY))
+    except OSError:  # a home that cannot be written to
+        history = InMemoryHistory()
+    session: Any = PromptSession(completer=Words(), history=history, complete_while_typing=False)
+    return lambda prompt: str(session.prompt(prompt))
 
 
 def _from_pipe(prompt: str) -> str:

@@ -15,12 +15,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specheads.cli.chat.settings import change, compared
+from specheads.cli.chat.tree import TreeWatch
 from specheads.cli.options.decode import ChatOptions
 from specheads.data.conversation import Conversation, Message
 from specheads.decoding.acceptance import Acceptance, as_rule
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.drafters.model import NO_LIMIT
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
+from specheads.decoding.loop import step_watch
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.results import Step
 from specheads.decoding.verify.hf_base import has_state, text_config
@@ -96,7 +98,7 @@ class Session:
 
     def __init__(self, models: Models, options: ChatOptions) -> None:
         """ValueError if the options do not fit the models."""
-        self.models, self.tokenizer = models, models.tokenizer
+        self.models, self.tokenizer, self.trees = models, models.tokenizer, TreeWatch()
         if options.chat is None:
             options = replace(options, chat=bool(self.tokenizer.chat_template))
         self.options = options
@@ -169,10 +171,14 @@ class Session:
             advice = "; /clear begins a new conversation" if self.turns and self.options.chat else ""
             raise ValueError(f"the prompt takes {len(ids)} tokens, and the model has {positions} positions{advice}")
         room = positions - prompt_length(target, ids)
-        out = self._generate(
-            way, ids, seed, max_new_tokens=min(asked, room), streamer=streamer, past_key_values=way.cache,
-            stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
-        )  # fmt: skip
+        watched = step_watch.set(self.trees)
+        try:
+            out = self._generate(
+                way, ids, seed, max_new_tokens=min(asked, room), streamer=streamer, past_key_values=way.cache,
+                stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
+            )  # fmt: skip
+        finally:
+            step_watch.reset(watched)
         assert out.steps is not None
         tokens = [token for step in out.steps for token in step.tokens[0]]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -17,6 +17,8 @@ COMMANDS = {
     "every character is itself.",
     "quit": "Leave (Ctrl-D, too).",
 }
+DEFAULT = "default"  # the value that resets a setting
+TREE_ALONE = f"Without a value it draws the last tree; {DEFAULT} resets it."
 SWITCH = {"on": True, "off": False}
 # What a second answer to the same prompt cannot differ in.
 _COMMON = ("chat", "system", "seed", "compare", "view")
@@ -24,9 +26,10 @@ _TYPES = get_type_hints(Settings)
 
 
 def change(options: ChatOptions, name: str, text: str) -> ChatOptions:
-    """The options after `/name text`; without a text, the setting has its default again. ValueError for a bad value."""
+    """The options after `/name text`; a setting without a text, or with `default`, is reset. ValueError for a bad
+    value."""
     field, text = SETTINGS[name], text.strip()
-    new: dict[str, Any] = {name: field.default if not text else _read(text, name)}
+    new: dict[str, Any] = {name: field.default if text in ("", DEFAULT) else _read(text, name)}
     changed = replace(options, **new)
     if name == "compare":
         compared(changed)

@@ -18,7 +18,6 @@ from specheads.bench.compare.decoder_texts import Ours, load_engine, refuse_unkn
 from specheads.bench.compare.judge import costs_of
 from specheads.bench.compare.options import BenchOptions
 from specheads.bench.compare.peer import Peer
-from specheads.bench.compare.plots import require_matplotlib
 from specheads.bench.compare.prompt_sets import prompt_sets
 from specheads.bench.compare.run import decoders_of
 from specheads.bench.compare.run import run as run_rounds
@@ -28,6 +27,7 @@ from specheads.cli.errors import refuse_file, refuse_folder
 from specheads.cli.options.measure import BenchCommand
 from specheads.decoding.drafters import Cascade
 from specheads.models.named import Models
+from specheads.pictures import require_matplotlib
 
 
 def run(options: BenchCommand) -> int:
@@ -43,7 +43,7 @@ def run(options: BenchCommand) -> int:
 def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
     """Measure and write the files → the record of bench.json, with the files written. Progress goes to stderr."""
     if options.plots and options.record is None:
-        require_matplotlib()  # before hours of measuring, not after them
+        require_matplotlib(", or leave them out with --no-plots")  # before hours of measuring, not after them
     engines = load_engines(options.engine)
     folder = heads_folder(options.model)
     refuse_unknown_drafters([*options.decoder, options.reference], shipped.names_in(folder))  # before a model loads

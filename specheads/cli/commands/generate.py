@@ -1,4 +1,4 @@
-"""`specheads generate`: streams one text, with tokens coloured by draft depth if requested."""
+"""`specheads generate`: streams one text, with tokens coloured by where they came from, and the pace, if requested."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Any
 
 from specheads import terminal
 from specheads.cli.app import emit
+from specheads.cli.errors import refuse_folder
 from specheads.cli.options.decode import GenerateOptions
 from specheads.cli.text import depth_counts, legend, write_text
+from specheads.cli.text_picture import text_svg
 from specheads.data.chat_template import template_of
 from specheads.decoding.acceptance import as_rule
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import as_plan
+from specheads.files import write_whole
 from specheads.models.named import Models
 
 
 def run(options: GenerateOptions) -> None:
     prompt = read_prompt(options.prompt)
+    if options.svg is not None:
+        refuse_folder(options.svg, "--svg")
     rule = as_rule(options.accept)  # refuses a bad name before a model is loaded
     models = Models.load(
         options.model, base=options.base, dtype=options.dtype, device=options.device, quantize=options.quantize
@@ -30,9 +35,13 @@ def run(options: GenerateOptions) -> None:
     }  # fmt: skip
     prompt, inputs = encode(models, prompt, chat=options.chat)
     if options.as_json:
-        emit({**options.record(), "drafter": name, **record(models, prompt, inputs, arguments)})
+        result: Any = generate(models.target, **inputs, **arguments, return_dict_in_generate=True)
+        emit({**options.record(), "drafter": name, **record(models, prompt, result)})
     else:
-        show(models, prompt, inputs, arguments, color_depth=options.color_depth)
+        result = show(models, prompt, inputs, arguments, live=options.live)
+    if options.svg is not None:
+        tokens, depths = tokens_of(result)
+        write_whole(options.svg, text_svg(prompt, tokens, depths, len(result.steps), models.tokenizer))
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -58,15 +67,20 @@ def encode(models: Models, prompt: str, *, chat: bool) -> tuple[str, dict[str, A
     return prompt, {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
-def record(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The text with its tokens, the draft depth of each (0: the model's own), and the statistics."""
-    result: Any = generate(models.target, **inputs, **arguments, return_dict_in_generate=True)
+def tokens_of(result: Any) -> tuple[list[int], list[int]]:
+    """The tokens of generate()'s output, and the draft depth of each (0: the model's own)."""
     tokens = [token for step in result.steps for token in step.tokens[0]]
     depths = [
         depth if depth <= step.accepted[0] else 0
         for step in result.steps
         for depth in range(1, len(step.tokens[0]) + 1)
     ]
+    return tokens, depths
+
+
+def record(models: Models, prompt: str, result: Any) -> dict[str, Any]:
+    """The text with its tokens, their draft depths, and the statistics."""
+    tokens, depths = tokens_of(result)
     return {
         "base": models.target.name_or_path, "prompt": prompt,
         "text": models.tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens,
@@ -74,19 +88,17 @@ def record(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[
     }  # fmt: skip
 
 
-def show(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any], *, color_depth: bool) -> None:
-    """Stream the text to stdout, and print the statistics on stderr."""
+def show(models: Models, prompt: str, inputs: dict[str, Any], arguments: dict[str, Any], *, live: bool) -> Any:
+    """Stream the text to stdout, and print the statistics on stderr → generate()'s output."""
     out, errors = terminal.make_console(), terminal.make_console(stderr=True)
-    result, depths = write_text(
-        out, models.target, models.tokenizer, prompt, inputs, color_depth=color_depth, **arguments
-    )
-    terminal.write(out, "\n")
-    if color_depth:
-        if terminal.has_colors(out) and terminal.has_colors(errors):
-            errors.print(legend())
+    if live and terminal.has_colors(out) and terminal.has_colors(errors):
+        errors.print(legend())
+    result, depths = write_text(out, models.target, models.tokenizer, prompt, inputs, live=live, **arguments)
+    if live:
         errors.print(depth_counts(depths))
     statistics = result.statistics()
     errors.print(
         f"{statistics['tokens']} tokens in {statistics['seconds']:.2f} s: {statistics['tokens_per_second']:.1f} "
         f"tokens/s, {statistics['steps']} steps, accepted length {statistics['accepted_length']:.2f}"
     )
+    return result

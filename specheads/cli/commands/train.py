@@ -7,10 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specheads import terminal
+from specheads import pictures, terminal
 from specheads.cli.app import output
 from specheads.cli.commands import show_mask
 from specheads.cli.errors import refuse_file
@@ -88,7 +89,7 @@ def _json(record: dict[str, Any]) -> str:
 def draw_curves(options: CurvesOptions) -> None:
     """Draw the accepted length of the runs, and print where each ended."""
     curves = [compare.read_curve(folder) for folder in options.runs]
-    compare.draw(curves, options.out)
+    pictures.save(options.out, partial(compare.figure, curves))
     record = {"picture": str(options.out), "runs": [curve.to_dict() for curve in curves]}
     output(record, show_curves, options.as_json)
 

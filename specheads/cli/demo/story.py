@@ -107,7 +107,7 @@ def tell(options: DemoOptions, out: Console) -> dict[str, Any]:
 
     seconds = time.monotonic() - began
     out.print(f"{seconds // 60:.0f} min {seconds % 60:.0f} s in all")
-    out.print(f'more: specheads generate {options.output} --prompt "import os" --color-depth')
+    out.print(f'more: specheads generate {options.output} --prompt "import os" --live')
     return {
         "decoders": rows, "environment": where, "training": trained, "same_text": not differing and not ties,
         "differing": differing, "near_ties": ties, "num_prompts": len(result.runs["head"][0]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from specheads.cli.complete import complete_words
 from specheads.cli.options.shared import MODEL, Drafting, Output, Placement, Sampling
@@ -17,7 +18,7 @@ class GenerateOptions(Sampling, Drafting, Placement, Output):
 
     \b
     Examples:
-      specheads generate out/head --prompt "def fibonacci(n):" --color-depth
+      specheads generate out/head --prompt "def fibonacci(n):" --live
       specheads generate out/head --chat --temperature 0.7 --seed 1 < question.txt
       cat file.py | specheads generate out/head --tree chain:4 --json
       specheads generate out/head --prompt "class A" --accept fuzzy:js:0.2
@@ -30,7 +31,8 @@ class GenerateOptions(Sampling, Drafting, Placement, Output):
     model: str = argument("MODEL", MODEL, named=True)
     prompt: str | None = option(None, "The prompt (default: read from stdin).")
     chat: bool = option(False, "Format the prompt with the chat template.")
-    color_depth: bool = option(False, "Colour tokens by their draft depth.")
+    live: bool = option(False, "Colour tokens by where they came from, and show the pace below the text.")
+    svg: Path | None = option(None, "Draw the text, its tokens coloured as with --live, as a picture.", metavar="FILE")
     compile: bool = option(False, "Compile the decoding step: slow at first, then faster.")
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class Settings(Sampling, Drafting):
         metavar="NAME=VALUE…",
     )  # fmt: skip
     view: str = option(
-        "text", "text, or depth: tokens are coloured by their draft depth.", autocompletion=complete_words(*VIEWS)
+        "depth", "text, or depth: tokens are coloured by their draft depth.", autocompletion=complete_words(*VIEWS)
     )
 
 
@@ -71,12 +73,14 @@ class ChatOptions(Settings, Placement, Output):
 
     Drafts are chosen as in `generate`. In the console /NAME VALUE changes a setting that has the name of an option
     here, and /help lists all. /compare draft=none answers each prompt a second time without drafts, with the same seed,
-    and compares speed, acceptance and text. A turn stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the
-    current step. Ctrl-D or /quit leaves.
+    and compares speed, acceptance and text. /tree draws the last drafted tree, with the model's probabilities and what
+    was accepted. A turn stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the current step. Ctrl-D or
+    /quit leaves.
 
     In a prompt \\n is a newline and \\t a tab; \\\\n is a backslash and an n. A backslash at the end of a line joins
     it to the next. Three double quotes begin and end a prompt of several lines, which is taken literally and may begin
-    with a slash. Tab completes commands and their values. In a pipe each line is a prompt or a command: answers go
+    with a slash. Tab completes commands and their values, and arrow keys go through earlier lines, those of earlier
+    sessions too (~/.local/state/specheads/chat_history). In a pipe each line is a prompt or a command: answers go
     to stdout, everything else to stderr, and the exit status is 1 if any line failed.
 
     \b

@@ -16,11 +16,16 @@ class ReportOptions(Output):
     Curves, what was accepted by depth and position, all tables, configuration, environment and command. The file needs
     no network and no other file, and reads on a phone, in light and dark.
 
+    --pictures writes the pictures as files, too, drawn from what the runs saved: NAME.png, NAME-dark.png, and NAME.svg,
+    which is light or dark as its reader's screen is. Several training runs are drawn beside one another, too.
+
     \b
     Examples:
       specheads report runs/eagle3
       specheads report runs/eagle3 runs/bench --out eagle3.html
+      specheads report runs/bench --pictures talk
     """
 
     runs: list[Path] = argument("RUN...", "Folders of `specheads train` or `bench --out`, or files of `tune`.")
     out: Path = option(Path("report.html"), "File to write.")
+    pictures: Path | None = option(None, "Folder to write the pictures to, as PNG and SVG.", metavar="FOLDER")

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specheads import pictures
 from specheads.hub import did_you_mean
 from specheads.models.files import STATE
 from specheads.options import listing
-from specheads.training.report.curves import label_ends
+from specheads.training.report.curves import Z
 
-Z = 1.959964  # half-width of a 95 % interval of the standard normal distribution
-AXES = {"tokens": "supervised tokens seen", "cpu_seconds": "CPU time, minutes (all processes, with evaluations)"}
+AXES = {"tokens": "supervised tokens seen", "cpu_seconds": "CPU minutes (all processes, with evaluations)"}
 
 
 @dataclass(frozen=True)
@@ -94,34 +94,25 @@ def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[
     return Point(step, tokens, seconds, length, low, high)
 
 
-def draw(curves: Sequence[LearningCurve], path: Path) -> None:
-    """Draw the figure: a panel for each of AXES, with a line for each run, named at its end, and a band, its interval.
-
-    ImportError without matplotlib.
-    """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14.4, 4.8), layout="constrained")
+def figure(curves: Sequence[LearningCurve], look: pictures.Look) -> Any:
+    """A panel for each of AXES, with a line for each run, named at its end, and a band, its interval."""
+    whole, panels = pictures.panels(1, len(AXES), 6.6, 4.2, sharey=True)
     names = distinct_names([curve.run for curve in curves])
-    for panel, (axis, title) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
+    for panel, (axis, title) in zip(panels.flat, AXES.items(), strict=True):
         for i, (curve, name) in enumerate(zip(curves, names, strict=True)):
             x = [getattr(point, axis) / (60 if axis == "cpu_seconds" else 1) for point in curve.points]
-            color = colormaps["tab10"](i % 10)
             label = name if curve.held_out else f"{name} (training batches)"
+            style, marker = "-" if curve.held_out else "--", "os^D"[i // len(look.colors) % 4]
             lengths = [point.length for point in curve.points]
-            style = "-" if curve.held_out else "--"
-            panel.plot(x, lengths, style, label=label, color=color, linewidth=1.6, marker="o", markersize=3)
+            panel.plot(x, lengths, style, label=label, color=look.color(i), linewidth=1.4, marker=marker, markersize=4)
             known = [(at, p.low, p.high) for at, p in zip(x, curve.points, strict=True) if p.low is not None]
             if known:
-                panel.fill_between(*zip(*known, strict=True), color=color, alpha=0.18, linewidth=0)
+                panel.fill_between(*zip(*known, strict=True), color=look.color(i), alpha=0.18, linewidth=0)
         panel.set_xlim(left=0)
-        panel.set_xlabel(title)
-        panel.grid(alpha=0.3)
-        panel.set_title("accepted length (tokens a step), 95 % interval over batches", fontsize=10)
-        label_ends(panel, panel.get_lines())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+        panel.set(xlabel=title, ylabel="" if axis == "cpu_seconds" else "tokens a step")
+        pictures.label_ends(panel, panel.get_lines())
+    panels.flat[0].set_title("accepted length, with 95 % intervals over batches")
+    return whole
 
 
 def distinct_names(folders: Sequence[str]) -> list[str]:

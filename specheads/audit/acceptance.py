@@ -13,6 +13,7 @@ from specheads.audit.clients.client import Acceptance, Answer, CountingClient
 from specheads.audit.settings import Settings
 from specheads.decoding.planner import chain
 
+COMPARED = 16  # prompts
 ERRORS = 2.0  # standard errors apart that are said
 
 CAUSES = (

@@ -84,6 +84,18 @@ class HttpClient(ABC):
         raise ServerError(f"{request.full_url}: {problem}")
 
 
+def openai_request(prompt: list[int], settings: Settings) -> dict[str, Any]:
+    """A request of /v1/completions with vLLM's names for what OpenAI does not have."""
+    body = {
+        "prompt": prompt, "max_tokens": settings.max_tokens, "n": 1, "temperature": settings.temperature,
+        "top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty, "presence_penalty": 0, "frequency_penalty": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
+    return {**body, **ends, **({"stop": list(settings.stop)} if settings.stop else {})}
+
+
 class OpenAIClient(HttpClient):
     """vLLM and others that know `return_token_ids`. model: its name there."""
 
@@ -94,14 +106,7 @@ class OpenAIClient(HttpClient):
         self.model = model
 
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
-        body = {
-            "model": self.model, "prompt": prompt, "max_tokens": settings.max_tokens, "n": 1,
-            "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
-            "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty, "presence_penalty": 0,
-            "frequency_penalty": 0, "return_token_ids": True,
-        }  # fmt: skip
-        ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
-        return {**body, **ends, **({"stop": list(settings.stop)} if settings.stop else {})}
+        return {"model": self.model, **openai_request(prompt, settings)}
 
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         choice = (answer.get("choices") or [{}])[0]
@@ -154,6 +159,8 @@ class LlamaCppClient(HttpClient):
     route = "/completion"
 
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        if len(settings.eos) > 1:
+            raise ValueError(f"llama.cpp does not say which of {len(settings.eos)} end tokens ended a text")
         return {
             "prompt": prompt, "n_predict": settings.max_tokens, "temperature": settings.temperature,
             "top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p,
@@ -169,8 +176,8 @@ class LlamaCppClient(HttpClient):
             raise ServerError(f"{self.url} sent no tokens: it does not know return_tokens, which an audit needs")
         tokens = [int(token) for token in answer["tokens"]]
         if answer.get("stop_type") == "eos" and not (tokens and tokens[-1] in settings.eos):
-            if len(settings.eos) != 1:
-                raise ServerError(f"{self.url} does not say which of {len(settings.eos)} end tokens ended the text")
+            if not settings.eos:
+                raise ServerError(f"{self.url} ended a text by itself, though no end token was asked for")
             tokens.append(*settings.eos)
         times = answer.get("timings") or {}
         return Answer(tokens, answer.get("content"), None, times.get("draft_n"), times.get("draft_n_accepted"))

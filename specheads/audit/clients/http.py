@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from specheads.audit.clients.client import Acceptance, Answer
+from specheads.audit.clients.client import Answer
 from specheads.audit.settings import Settings
+from specheads.decoding.results import AcceptanceCounts
 
 KEY = "OPENAI_API_KEY"
 COUNTERS = re.compile(
@@ -50,7 +51,7 @@ class HttpClient(ABC):
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
 
-    def counters(self) -> Acceptance | None:
+    def counters(self) -> AcceptanceCounts | None:
         """None where the answers say it, or nobody does."""
         return None
 
@@ -114,7 +115,7 @@ class OpenAIClient(HttpClient):
             raise ServerError(f"{self.url} sent no token_ids: it does not know return_token_ids, which an audit needs")
         return Answer([int(token) for token in choice["token_ids"]], choice.get("text"))
 
-    def counters(self) -> Acceptance | None:
+    def counters(self) -> AcceptanceCounts | None:
         """Of vLLM's /metrics, summed over engines. Drafts past the end of a text count there."""
         try:
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=self.timeout) as reply:
@@ -126,7 +127,8 @@ class OpenAIClient(HttpClient):
             position = POSITION.search(labels)
             sums[name, int(position[1]) if position else -1] += int(float(value))
         by_depth = [sums["accepted_tokens_per_pos", d] for d in range(1 + max((d for _, d in sums), default=-1))]
-        return Acceptance(sums["drafts", -1], sums["accepted_tokens", -1], tuple(by_depth)) if sums else None
+        steps = sums["drafts", -1]
+        return AcceptanceCounts(steps, steps + sums["accepted_tokens", -1], tuple(by_depth)) if sums else None
 
 
 class SGLangClient(HttpClient):

@@ -8,10 +8,11 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from specheads.audit.clients.client import Acceptance, Answer, until_end
+from specheads.audit.clients.client import Answer, until_end
 from specheads.audit.clients.http import OpenAIClient, openai_request
 from specheads.audit.clients.openvino_server import generation_config
 from specheads.audit.settings import Settings
+from specheads.decoding.results import AcceptanceCounts
 
 
 class OpenVinoServer(OpenAIClient):
@@ -20,10 +21,10 @@ class OpenVinoServer(OpenAIClient):
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         return Answer(until_end(super().read(answer, settings).tokens, settings))
 
-    def counters(self) -> Acceptance | None:
+    def counters(self) -> AcceptanceCounts | None:
         with urllib.request.urlopen(f"{self.url}/counters", timeout=self.timeout) as reply:
             counted = json.load(reply)
-        return Acceptance(counted["steps"], sum(counted["by_depth"]), tuple(counted["by_depth"]))
+        return AcceptanceCounts(counted["steps"], counted["tokens"], tuple(counted["by_depth"]))
 
 
 class OpenVinoGenAI:

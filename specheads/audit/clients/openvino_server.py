@@ -47,7 +47,8 @@ def convert(source: str, out: Path) -> None:
     """By optimum-intel, in float32."""
     command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", source]
     task = ["--task", "text-generation-with-past", "--trust-remote-code", "--weight-format", "fp32"]
-    subprocess.run([*command, *task, str(out)], check=True)
+    if subprocess.run([*command, *task, str(out)], check=False).returncode:
+        sys.exit(1)  # it has said why
 
 
 def name_layers(head: Path, layers: str) -> None:
@@ -60,7 +61,8 @@ def name_layers(head: Path, layers: str) -> None:
 
 
 class Pipeline:
-    """Base and head. steps, by_depth: passes after the one over the prompt, and drafts accepted in them."""
+    """Base and head. steps, tokens, by_depth: passes after the one over the prompt, the tokens gained in them, and how
+    many of them accepted so many drafts. Of a step that ends its text one draft too few may be counted."""
 
     def __init__(self, base: Path, head: Path, depth: int) -> None:
         self.genai, self.openvino, self.numpy = map(importlib.import_module, ("openvino_genai", "openvino", "numpy"))
@@ -68,7 +70,8 @@ class Pipeline:
         scheduler.enable_prefix_caching = False  # which its DFlash refuses
         draft = self.genai.draft_model(str(head), "CPU", **EXACT)
         self.pipe = self.genai.LLMPipeline(str(base), "CPU", draft_model=draft, scheduler_config=scheduler, **EXACT)
-        self.depth, self.steps, self.by_depth, self.seed = depth, 0, [0] * depth, 0
+        self.depth, self.seed = depth, 0
+        self.steps, self.tokens, self.by_depth = 0, 0, [0] * depth
         self.lock = threading.Lock()
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -81,12 +84,13 @@ class Pipeline:
             written = out.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes[1:]
             for gained in map(int, written):
                 self.steps += 1
+                self.tokens += gained
                 for depth in range(gained - 1):
                     self.by_depth[depth] += 1
         return {"choices": [{"token_ids": [int(token) for token in out.tokens[0]]}]}
 
     def counters(self) -> dict[str, Any]:
-        return {"steps": self.steps, "by_depth": self.by_depth}
+        return {"steps": self.steps, "tokens": self.tokens, "by_depth": self.by_depth}
 
 
 def serve(

@@ -29,7 +29,7 @@ CAUSES = (
 def compare(client: CountingClient, model: Any, prompts: Sequence[list[int]], settings: Settings) -> Comparison | None:
     """The server's greedy text of these prompts and ours by the model's head, a chain as deep as the server's; None if
     the server does not say what it drafted. ValueError unless the settings are greedy without penalties."""
-    if not settings.greedy or settings.repetition_penalty != 1:
+    if not settings.greedy or settings.penalised:
         raise ValueError(f"{settings}: acceptance is compared in greedy text without penalties")
     before = client.counters()
     answers = client.ask(prompts, settings)

@@ -29,7 +29,9 @@ def run(options: AuditOptions) -> int:
         raise ValueError(f"--page {options.page}: there is no folder {options.page.parent}")
     tokenizer = tokenizer_of(options.base)
     client, base = _client(options, tokenizer), Base.load(options.base, tokenizer)
-    settings = [Settings(temperature, eos=base.eos) for temperature in options.temperature or (0.0, 1.0)]
+    temperatures = options.temperature or (() if options.ask else (0.0, 1.0))
+    ways = [*(f"temperature={temperature}" for temperature in temperatures), *(options.ask or ())]
+    settings = [Settings.read(way, eos=base.eos, count_prompt=options.kind == "llama.cpp") for way in ways]
     config, prompts = AuditConfig(tv=options.tv), prompts_of(options.prompts, tokenizer)
     with terminal.progress(terminal.make_console(stderr=True), "auditing") as progress:
         report = audit(base.scorer(), client, prompts, settings, config, progress, tokenizer)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from specheads.audit.clients.client import Acceptance, Answer, CountingClient
+from specheads.audit.clients.client import Answer, CountingClient
 from specheads.audit.settings import Settings
 from specheads.decoding.planner import chain
+from specheads.decoding.results import AcceptanceCounts
+from specheads.training.parity import decode_counted
 
+COMPARED = 16  # prompts
 ERRORS = 2.0  # standard errors apart that are said
 
 CAUSES = (
@@ -28,7 +29,7 @@ CAUSES = (
 def compare(client: CountingClient, model: Any, prompts: Sequence[list[int]], settings: Settings) -> Comparison | None:
     """The server's greedy text of these prompts and ours by the model's head, a chain as deep as the server's; None if
     the server does not say what it drafted. ValueError unless the settings are greedy without penalties."""
-    if not settings.greedy or settings.repetition_penalty != 1:
+    if not settings.greedy or settings.penalised:
         raise ValueError(f"{settings}: acceptance is compared in greedy text without penalties")
     before = client.counters()
     answers = client.ask(prompts, settings)
@@ -36,51 +37,44 @@ def compare(client: CountingClient, model: Any, prompts: Sequence[list[int]], se
     if before is not None and after is not None and after.steps > before.steps:
         counted = after - before  # with drafts past the end of a text, which are not written
         written = sum(len(a.tokens) - 1 for a in answers)
-        server = Acceptance(counted.steps, written - counted.steps, counted.by_depth)
+        server = AcceptanceCounts(counted.steps, written, counted.by_depth)
         depth = len(counted.by_depth)
     elif (told := of_answers(answers)) is not None and told.steps:
         server = told
         depth = math.ceil(sum(a.drafted or 0 for a in answers) / told.steps)
     else:
         return None
-    return Comparison(server, decode_here(model, prompts, settings.max_tokens, max(depth, 1)))
+    return Comparison(server, decode_here(model, prompts, settings, max(depth, 1)))
 
 
-def of_answers(answers: Sequence[Answer]) -> Acceptance | None:
+def of_answers(answers: Sequence[Answer]) -> AcceptanceCounts | None:
     """Where each answer says it. The first token of a text is no step; None if nothing was drafted."""
-    known = [(len(a.tokens), a.accepted) for a in answers if a.accepted is not None and a.drafted]
-    accepted = sum(count for _, count in known)
-    return Acceptance(sum(length - 1 for length, _ in known) - accepted, accepted) if known else None
+    known = [(len(a.tokens) - 1, a.accepted) for a in answers if a.accepted is not None and a.drafted]
+    tokens = sum(written for written, _ in known)
+    return AcceptanceCounts(tokens - sum(accepted for _, accepted in known), tokens) if known else None
 
 
-def decode_here(model: Any, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> Acceptance:
-    """Greedy chains of the model's own head, to max_tokens or the end of each text."""
-    by_depth, steps = [0] * depth, 0
+def decode_here(model: Any, prompts: Sequence[list[int]], settings: Settings, depth: int) -> AcceptanceCounts:
+    """Greedy chains of the model's own head, to max_tokens or the end of each text: the figure of the parity gate."""
+    counts = AcceptanceCounts(by_depth=(0,) * depth)
     for prompt in prompts:
-        out = model.generate(
-            torch.tensor([prompt], device=model.device), max_new_tokens=max_tokens, do_sample=False, tree=chain(depth),
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        for step in out.steps[1:]:  # after the pass over the prompt
-            steps += 1
-            for i in range(min(step.accepted[0], depth)):
-                by_depth[i] += 1
-    return Acceptance(steps, sum(by_depth), tuple(by_depth))
+        counts += decode_counted(model, prompt, tree=chain(depth), **settings.generate_options())[0]
+    return counts
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The server's acceptance beside ours."""
 
-    server: Acceptance
-    ours: Acceptance
+    server: AcceptanceCounts
+    ours: AcceptanceCounts
 
     @property
     def errors(self) -> float:
         """How many standard errors the server's tokens a step are above ours. A step accepts 0 to depth tokens; its
         variance is that of ours, by depth: Var = Σ (2d - 1) P(at least d) - mean²."""
         steps = self.ours.steps
-        mean = self.ours.accepted / max(steps, 1)
+        mean = sum(self.ours.by_depth) / max(steps, 1)
         square = sum((2 * d - 1) * n for d, n in enumerate(self.ours.by_depth, 1)) / max(steps, 1)
         error = math.sqrt(max(square - mean**2, 0.0) * (1 / max(steps, 1) + 1 / max(self.server.steps, 1)))
         apart = self.server.tokens_per_step - self.ours.tokens_per_step

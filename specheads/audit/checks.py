@@ -7,13 +7,15 @@ draws from (at temperature 0 it takes the argmax).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specheads.audit.settings import Settings
+
+Decode = Callable[[Sequence[int]], str]  # ids to their text
 
 
 def greedy_gaps(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -130,3 +132,26 @@ def end_fault(tokens: Sequence[int], settings: Settings) -> EndFault | None:
         words = f"{len(tokens)} tokens and no end token, where max_tokens is {settings.max_tokens}"
         return EndFault(len(tokens) - 1, words)
     return None
+
+
+def stop_fault(tokens: Sequence[int], settings: Settings, decode: Decode, text: str | None = None) -> EndFault | None:
+    """How a text breaks the rules of its stop strings: it ends with the token that completes the first of them, and the
+    server's own words end before or after that string. Null: never.
+
+    text: these words, where the server sends any. It may then send further tokens of a draft, which nobody reads.
+    """
+    whole = decode(tokens)
+    starts = {whole.index(stop): stop for stop in settings.stop if stop in whole}
+    if not starts:
+        if len(tokens) < settings.max_tokens and tokens[-1] not in settings.eos:
+            words = f"{len(tokens)} tokens without a stop string or an end token, where max_tokens is"
+            return EndFault(len(tokens) - 1, f"{words} {settings.max_tokens}")
+        return None
+    before, stop = whole[: min(starts)], starts[min(starts)]
+    last = next(i for i in range(len(tokens)) if any(each in decode(tokens[: i + 1]) for each in settings.stop))
+    if text is None:
+        after = len(tokens) - last - 1
+        return EndFault(last + 1, f"{after} tokens after the stop string {stop!r}") if after else None
+    if text.strip() in (before.strip(), (before + stop).strip()):
+        return None
+    return EndFault(last, f"its text does not end at the stop string {stop!r} but with {text[-20:]!r}")

@@ -101,7 +101,7 @@ def diagnose(
         scored = [scorer.score(prompt, tokens, replace(neutral, max_tokens=len(tokens))) for prompt, tokens in asked]
     except ForeignToken as error:
         return Diagnosis(Mistake.TOKENIZER, str(error))
-    own_choice = settings.greedy and settings.repetition_penalty == 1  # a right server's probes are its text
+    own_choice = settings.greedy and not settings.penalised  # a right server's probes are its text
     places = [(i, j) for i, text in enumerate(scored) for j in _positions(text, own_choice)]
     probes, steady = _probe(client, neutral, asked, scored, places)
     missed = [probe for probe in probes if probe.missed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -35,8 +36,8 @@ def audit(
             if report:
                 report((done + share) / len(settings), words)
 
-        results.append(_audit_one(scorer, client, prompts, way, config, config.alpha / len(settings), show, tokenizer))
-        if results[-1].mistake:  # the same in every way to ask
+        results += _audit_one(scorer, client, prompts, way, config, config.alpha / len(settings), show, tokenizer)
+        if any(result.mistake for result in results):  # the same in every way to ask
             break
     return AuditReport(client.name, config.alpha, tuple(results))
 
@@ -44,7 +45,9 @@ def audit(
 def _audit_one(
     scorer: Scorer, client: Client, prompts: Sequence[list[int]], settings: Settings, config: AuditConfig,
     alpha: float, report: Report, tokenizer: Any,
-) -> Result:  # fmt: skip
+) -> list[Result]:  # fmt: skip
+    """The result of the text, and of the log-probabilities if they are asked for."""
+    decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
     watch = make_watch(settings, config, alpha)
     asked, answers = [], []
     for batch in _batches(prompts, settings, config):
@@ -53,17 +56,17 @@ def _audit_one(
         try:
             for prompt, answer in zip(batch, answers[-len(batch) :], strict=True):
                 if answer.tokens or not answer.text:
-                    watch.add(scorer, prompt, answer.tokens)
+                    watch.add(scorer, prompt, answer, decode)
         except ForeignToken as error:
-            return watch.result().explained(Diagnosis(Mistake.TOKENIZER, str(error)))
+            return [watch.result().explained(Diagnosis(Mistake.TOKENIZER, str(error)))]
         if (result := watch.result()).verdict is not Verdict.UNDECIDED:
             break
         share = watch.tokens / (watch.tokens + (result.more_tokens or config.max_tokens))
         report(share, f"{settings}: {watch.tokens:,} tokens")
     if result.verdict is Verdict.NOT_LOSSLESS:
         report(1.0, f"{settings}: looking for the cause")
-        return result.explained(diagnose(client, scorer, asked, answers, settings, tokenizer))
-    return result
+        result = result.explained(diagnose(client, scorer, asked, answers, settings, tokenizer))
+    return [result] if watch.logprobs is None or result.mistake else [result, watch.logprobs.result()]
 
 
 def make_watch(settings: Settings, config: AuditConfig, alpha: float) -> Watch:

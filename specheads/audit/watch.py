@@ -10,15 +10,19 @@ import torch
 
 from specheads.audit.bets import BET_NAMES, EarlierAnswers, bet
 from specheads.audit.checks import (
+    Decode,
     end_fault,
     greedy_gaps,
     impossible,
     likelihood,
     likelihood_z,
     random_ranks,
+    stop_fault,
     uniform_distance,
 )
+from specheads.audit.clients.client import Answer
 from specheads.audit.evidence import Evidence, smallest_rate, smallest_tv, tokens_to_find, tokens_to_miss
+from specheads.audit.logprobs import LogprobWatch
 from specheads.audit.scoring import ScoredText, Scorer
 from specheads.audit.settings import Settings
 from specheads.audit.verdict import Result, Verdict
@@ -56,15 +60,23 @@ class Watch(ABC):
         self.texts = self.tokens = 0
         self.faults: list[str] = []  # what a right server never does
         self.roundings: list[str] = []  # what it does by rounding alone
+        self.logprobs = LogprobWatch(settings, config.miss_rate, MAX_LINES) if settings.logprobs else None
 
-    def add(self, scorer: Scorer, prompt: list[int], tokens: list[int]) -> None:
-        """One text, with its EOS."""
+    def add(self, scorer: Scorer, prompt: list[int], answer: Answer, decode: Decode | None = None) -> None:
+        """One text. decode: the base's, of ids to text, without which stop strings are not judged."""
         self.texts += 1
-        if (fault := end_fault(tokens, self.settings)) is not None:
+        tokens = answer.tokens
+        fault = end_fault(tokens, self.settings)
+        if fault is None and self.settings.stop and decode is not None:
+            fault = stop_fault(tokens, self.settings, decode, answer.text)
+        if fault is not None:
             self.faults.append(f"text {self.texts}, token {fault.index + 1}: {fault.words}")
             tokens = tokens[: fault.index]
         if tokens:
-            self.score(scorer.score(prompt, tokens, self.settings))
+            text = scorer.score(prompt, tokens, self.settings)
+            self.score(text)
+            if self.logprobs is not None:
+                self.logprobs.add(text, answer.logprobs)
 
     @abstractmethod
     def score(self, text: ScoredText) -> None: ...

@@ -1,12 +1,13 @@
-"""What a step gave: to the loop, as `Gain`, and to the caller, as `Step`.
+"""What a step gave: to the loop, as `Gain`, and to the caller, as `Step`; and what many steps accepted.
 
 Shapes: B batch rows, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,6 +41,59 @@ class Step:
     divergences: list[list[float]] = field(default_factory=list)
     parents: list[list[int]] = field(default_factory=list)
     path: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceCounts:
+    """What steps after the prefill accepted: the one definition of tokens a step and of acceptance by depth.
+
+    steps: of all rows; tokens: gained in them, the base's own included; by_depth: in how many of them at least d drafts
+    were accepted, d = 1, 2, …, if that is known. A step that ends its text with a draft gains no token of the base.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    by_depth: tuple[int, ...] = ()
+
+    @classmethod
+    def count(cls, gained: Iterable[int], accepted: Iterable[int] = ()) -> AcceptanceCounts:
+        """gained: tokens of each step; accepted: of these, the drafted ones."""
+        gains, drafts = list(gained), list(accepted)
+        depths = range(1, max(drafts, default=0) + 1)
+        return cls(len(gains), sum(gains), tuple(sum(n >= d for n in drafts) for d in depths))
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> AcceptanceCounts:
+        """Of steps after the prefill, by the rows that took part in them."""
+        pairs = [(len(row), n) for step in steps for row, n in zip(step.tokens, step.accepted, strict=True) if row]
+        return cls.count((gained for gained, _ in pairs), (n for _, n in pairs))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The accepted length; 1 where no step was needed."""
+        return self.tokens / self.steps if self.steps else 1.0
+
+    @property
+    def shares(self) -> list[float]:
+        """Of the steps, by depth."""
+        return [n / self.steps for n in self.by_depth]
+
+    def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
+        return self._combine(other, 1)
+
+    def __sub__(self, other: AcceptanceCounts) -> AcceptanceCounts:
+        """Of two states of a counter."""
+        return self._combine(other, -1)
+
+    def _combine(self, other: AcceptanceCounts, sign: int) -> AcceptanceCounts:
+        depths = zip_longest(self.by_depth, other.by_depth, fillvalue=0)
+        return AcceptanceCounts(
+            self.steps + sign * other.steps, self.tokens + sign * other.tokens, tuple(a + sign * b for a, b in depths)
+        )
+
+    def __str__(self) -> str:
+        depths = f", by depth {' '.join(f'{share:.3f}' for share in self.shares)}" if self.by_depth else ""
+        return f"{self.tokens_per_step:.3f} tokens a step in {self.steps:,} steps{depths}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from specheads.data.rows import IGNORED
 from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.generation.warnings import base_length
 from specheads.decoding.planner import chain
+from specheads.decoding.results import AcceptanceCounts
 from specheads.options import OptionError
 from specheads.terminal import Report, clock_time
 
@@ -125,24 +126,6 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
     return prompts
 
 
-@dataclass
-class _Steps:
-    """Tokens gained, and in how many steps."""
-
-    tokens: int = 0
-    steps: int = 0
-
-    def add(self, gains: Iterable[int]) -> None:
-        """Add steps that gained `gains` tokens each."""
-        for gain in gains:
-            self.tokens += gain
-            self.steps += 1
-
-    @property
-    def length(self) -> float:
-        return self.tokens / self.steps
-
-
 def _simulate_steps(runs: list[int]) -> Iterator[int]:
     """The tokens gained at each step of a loop whose draft from token i has runs[i] right ones before the last."""
     position = 0
@@ -151,10 +134,12 @@ def _simulate_steps(runs: list[int]) -> Iterator[int]:
         position += 1 + runs[position]
 
 
-def _step_lengths(out: Any) -> tuple[list[int], list[int]]:
-    """How many tokens each step after the prefill gained, and the text with its prompt."""
+def decode_counted(model: SpecModel, prompt: list[int], **options: Any) -> tuple[AcceptanceCounts, list[int]]:
+    """What the steps after the prefill accepted, and the text with its prompt. options: generate()'s."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
     assert isinstance(out, SpecGenerateOutput) and out.steps is not None
-    return [len(step.tokens[0]) for step in out.steps[1:]], out.sequences[0].tolist()
+    return AcceptanceCounts.of(out.steps[1:]), out.sequences[0].tolist()
 
 
 @torch.no_grad()
@@ -171,7 +156,7 @@ def compare(
     was_training = model.training
     model.eval()
     depths = model.head.scored_depths
-    decoded, scored, served = _Steps(), _Steps(), _Steps()
+    decoded = scored = served = AcceptanceCounts()
     new_tokens, room = config.max_new_tokens, None
     if (length := base_length(model.base)) is not None:
         new_tokens = min(new_tokens, length - 1)
@@ -184,17 +169,15 @@ def compare(
     try:
         for done, whole in enumerate(prompts, start=1):
             prompt = whole[:room]
-            ids = torch.tensor([prompt], device=model.device)
-            asked: dict[str, Any] = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
-            gains, text = _step_lengths(model.generate(ids, tree=chain(depths), **asked))
+            counts, text = decode_counted(model, prompt, tree=chain(depths), max_new_tokens=new_tokens)
             labels = [*[IGNORED] * len(prompt), *text[len(prompt) :]]
             batch = Collator(0)([{"input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
                 runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # right tokens of the draft from each position
-                decoded.add(gains)
-                scored.add(_simulate_steps(runs))
-                served.add(_step_lengths(model.generate(ids, draft="head", **asked))[0])
+                decoded += counts
+                scored += AcceptanceCounts.count(_simulate_steps(runs))
+                served += decode_counted(model, prompt, draft="head", max_new_tokens=new_tokens)[0]
             spent = time.monotonic() - began
             last = done == len(prompts) or spent >= seconds
             if report:
@@ -207,4 +190,5 @@ def compare(
         model.generation_config = config_before
     if not decoded.steps or not scored.steps:
         return None
-    return Parity(decoded.length, scored.length, served.length, decoded.steps, config.tolerance)
+    measured, simulated, default = (counts.tokens_per_step for counts in (decoded, scored, served))
+    return Parity(measured, simulated, default, decoded.steps, config.tolerance)

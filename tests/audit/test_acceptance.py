@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from specheads import chain
-from specheads.audit.acceptance import CAUSES, Comparison, compare
-from specheads.audit.clients.client import Acceptance, Answer
+from specheads.audit.acceptance import CAUSES, Comparison, compare, decode_here
+from specheads.audit.clients.client import Answer
 from specheads.audit.clients.http import OpenAIClient
 from specheads.audit.page import markdown
 from specheads.audit.settings import Settings
 from specheads.audit.verdict import AuditReport, Result, Verdict
+from specheads.decoding.results import AcceptanceCounts
+from specheads.training.parity import ParityConfig
+from specheads.training.parity import compare as parity_of
 from tests.support.learnt_heads import PROMPTS, learnt
 from tests.support.openai_server import serving
 
@@ -23,7 +26,7 @@ class Server:
 
     def __init__(self, model, counts):
         self.model, self.counts = model, counts
-        self.steps, self.by_depth = 5, [4] * DEPTH  # of earlier requests
+        self.steps, self.tokens, self.by_depth = 5, 5 + 4 * DEPTH, [4] * DEPTH  # of earlier requests
 
     def ask(self, prompts, settings):
         return [self.answer(prompt, settings) for prompt in prompts]
@@ -35,6 +38,7 @@ class Server:
         )  # fmt: skip
         tokens, steps = out.sequences[0, len(prompt) :].tolist(), out.steps[1:]
         self.steps += len(steps)
+        self.tokens += len(tokens) - 1
         for step in steps:
             for i in range(step.accepted[0]):
                 self.by_depth[i] += 1
@@ -43,7 +47,7 @@ class Server:
         return Answer(tokens, drafted=DEPTH * len(steps), accepted=len(tokens) - 1 - len(steps))
 
     def counters(self):
-        return Acceptance(self.steps, sum(self.by_depth), tuple(self.by_depth)) if self.counts else None
+        return AcceptanceCounts(self.steps, self.tokens, tuple(self.by_depth)) if self.counts else None
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -55,10 +59,29 @@ def test_a_server_with_the_same_head_accepts_the_same(counts):
     assert not counts or found.server.by_depth == found.ours.by_depth
 
 
+@pytest.mark.parametrize("end", [(), (96,)])
+def test_the_figure_here_is_that_of_the_parity_gate(end):
+    """Also where a text ends with a draft, and beside a base whose generation config has a penalty."""
+    model = learnt("medusa")
+    model.generation_config.eos_token_id = [*end] or None
+    config = ParityConfig(max_new_tokens=30)
+    if end:  # the token that is drafted in the middle of a step
+        out = model.generate(
+            torch.tensor(PROMPTS[:1]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
+        )
+        step = next(step for step in out.steps[1:] if step.accepted[0] > 1)
+        model.generation_config.eos_token_id = end = [step.tokens[0][0]]
+    parity = parity_of(model, PROMPTS, config)
+    model.generation_config.repetition_penalty = 1.5
+    found = decode_here(model, PROMPTS, Settings(0.0, max_tokens=30, eos=frozenset(end)), model.head.scored_depths)
+    assert (found.tokens_per_step, found.steps) == (parity.measured, parity.steps)
+    assert not end or found.tokens < found.steps + sum(found.by_depth)  # a step without a token of the base
+
+
 def test_what_is_more_than_two_standard_errors_apart_is_said_with_its_causes():
     """Depth 1, accepted with probability 0.8 here: the error of 400 and 400 steps is sqrt(0.16 / 200) = 0.0283."""
-    ours = Acceptance(400, 320, (320,))
-    apart, near = (Comparison(Acceptance(400, accepted), ours) for accepted in (280, 300))
+    ours = AcceptanceCounts(400, 720, (320,))
+    apart, near = (Comparison(AcceptanceCounts(400, tokens), ours) for tokens in (680, 700))
     assert apart.errors == pytest.approx(-0.1 / 0.02828, rel=1e-3) and not apart.equal
     assert all(cause in str(apart) for cause in CAUSES)
     assert near.equal and "same within 2" in str(near) and near.to_dict()["equal"]
@@ -75,7 +98,7 @@ def test_vllms_counters_are_summed_over_its_engines():
         )
     )  # fmt: skip
     with serving(lambda route, body, headers: (200, ""), page) as url:
-        assert OpenAIClient(url, "m").counters() == Acceptance(20, 24, (16, 8))
+        assert OpenAIClient(url, "m").counters() == AcceptanceCounts(20, 44, (16, 8))
     with serving(lambda route, body, headers: (200, "")) as url:
         assert OpenAIClient(url, "m").counters() is None
 
@@ -99,7 +122,7 @@ def test_the_page_of_evidence_has_each_verdict_its_figures_and_the_comparison():
         Result("greedy", Verdict.LOSSLESS, 16, 1024, 1.0, 0.003, 0, (), {"misses": 0.0}),
         Result("temperature 1", Verdict.NOT_LOSSLESS, 8, 449, 1e-6, 0.1, 0, ("most like this: hot",), {"z": -7.0}),
     )
-    apart = Comparison(Acceptance(225, 280, (180, 100)), Acceptance(225, 352, (202, 150)))
+    apart = Comparison(AcceptanceCounts(225, 505, (180, 100)), AcceptanceCounts(225, 577, (202, 150)))
     page = markdown(AuditReport("http://host", 1e-3, results), "org/model", apart)
     for line in (
         "**not lossless**", "| greedy | lossless | 16 | 1,024 |  | 0.3% of the tokens |", "- most like this: hot",

@@ -1,14 +1,17 @@
 """Claims about specheads/audit/checks.py and bets.py: each statistic has the null that it states."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specheads.audit import checks
 from specheads.audit.bets import BET_NAMES, EarlierAnswers, bet
+from specheads.audit.logprobs import LogprobWatch
 from specheads.audit.scoring import ScoredText
 from specheads.audit.settings import Settings, process
+from specheads.audit.verdict import Verdict
 
 V = 8
 
@@ -103,6 +106,27 @@ def test_a_text_ends_at_the_first_eos_or_at_max_tokens(tokens, words):
     assert (fault is None) if words is None else words in fault.words
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text", "words"),
+    [
+        ("abcd", None, None),  # as long as it may be
+        ("ab", None, "without a stop string"),
+        ("axy", None, None),
+        ("axyb", None, "1 tokens after the stop string 'xy'"),
+        ("axyb", "a", None),  # tokens of the draft that nobody reads
+        ("axyb", "axy", None),
+        ("axyb", "axyb", "does not end at the stop string 'xy'"),
+        ("az", "", "does not end at the stop string 'z'"),
+        ("azxy", "a", None),  # the first of two
+        ("a!", None, None),  # the end token
+    ],
+)
+def test_a_text_ends_with_the_token_that_completes_its_first_stop_string(tokens, text, words):
+    settings = Settings(max_tokens=4, eos=frozenset({ord("!")}), stop=("xy", "z"))
+    fault = checks.stop_fault([*map(ord, tokens)], settings, lambda ids: "".join(map(chr, ids)), text)
+    assert (fault is None) if words is None else words in fault.words
+
+
 def test_a_token_that_is_cut_is_impossible_unless_rounding_explains_it():
     uncut = torch.tensor([[3.0, 2.0, 1.999, 0.0]]).expand(4, 4)
     scores = process(uncut, [0], [0] * 4, Settings(top_k=2))
@@ -123,6 +147,35 @@ def test_each_position_is_processed_after_its_own_prefix():
     logits = torch.ones(3, V)
     scores = process(logits, [1], [4, 5, 6], Settings(repetition_penalty=2.0))
     assert [(row == 0.5).nonzero().flatten().tolist() for row in scores] == [[1], [1, 4], [1, 4, 5]]
+
+
+def test_penalties_count_the_tokens_of_the_text_and_in_llama_cpp_of_the_prompt_too():
+    """Token 1 is in the prompt; of the ids before the first score, 4 and 5 are of the text, and 4 is written next."""
+    settings = Settings(presence_penalty=0.5, frequency_penalty=0.25)
+    for counts_prompt, of_prompt in ((False, 0.0), (True, 0.75)):
+        scores = process(torch.zeros(2, V), [1, 4, 5], [4, 6], replace(settings, count_prompt=counts_prompt), written=2)
+        assert scores[:, 1].tolist() == [-of_prompt] * 2 and scores[:, 4].tolist() == [-0.75, -1.0]
+
+
+def test_reported_log_probabilities_are_read_by_the_definition_that_fits():
+    """Of raw logits or after the samplers; a value that fits neither is a fault, NaN too."""
+    settings = Settings(0.5, logprobs=True)
+    raw, tokens = torch.randn(4, V, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    text = ScoredText((1,), tokens, tokens, raw, raw / 0.5, raw / 0.5, 0.01, torch.zeros(4))
+    rows = torch.arange(4)
+    for scores, words in ((raw, "raw logits"), (raw / 0.5, "after the samplers")):
+        watch = LogprobWatch(settings, 0.6, 5)
+        values = scores.log_softmax(-1)[rows, tokens].tolist()
+        watch.add(text, values[:3])  # without that of the end token
+        assert watch.result().verdict is Verdict.UNDECIDED and watch.result().more_tokens
+        watch.add(text, values)
+        assert watch.result().verdict is Verdict.LOSSLESS and words in str(watch.result())
+        watch.add(text, [*values[:2], values[2] + 0.2, math.nan])
+        result = watch.result()
+        assert result.verdict is Verdict.NOT_LOSSLESS and result.figures["wrong"] == 2 and words in str(result)
+        assert "text 3, token 3" in str(result)
+    watch.add(text, None)
+    assert "1 of 4 texts came without any" in str(watch.result())
 
 
 def test_settings_refuse_what_has_no_meaning():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specheads.audit.bets import BET_NAMES
+from specheads.audit.clients.client import Answer
 from specheads.audit.evidence import Evidence, smallest_rate, smallest_tv, tokens_to_find, tokens_to_miss
 from specheads.audit.scoring import ScoredText
 from specheads.audit.settings import Settings, process
@@ -51,7 +52,7 @@ def audit_table(table, seed, settings=WAYS[0], texts=TEXTS, scorer=None, **optio
     config = AuditConfig(**options)
     watch = SampledWatch(settings, config, config.alpha, seed)
     for prompt, tokens in write_texts(table, settings, texts, torch.Generator().manual_seed(seed)):
-        watch.add(scorer or TableScorer(TABLE), prompt, tokens)
+        watch.add(scorer or TableScorer(TABLE), prompt, Answer(tokens))
     return watch
 
 

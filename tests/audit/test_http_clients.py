@@ -1,5 +1,8 @@
 """Claims about clients by HTTP: what they send, how they read the tokens, and what they refuse."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError, SGLangClient
@@ -75,6 +78,35 @@ def test_sglang_says_how_often_a_text_was_verified():
         answer = client.ask([[1, 5]], SETTINGS)[0]
     assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
     assert client.body([1], Settings())["sampling_params"]["top_k"] == -1
+
+
+def test_penalties_and_log_probabilities_are_asked_for_and_read():
+    asked = Settings(presence_penalty=0.5, frequency_penalty=-1, max_tokens=2, logprobs=True)
+    vllm = {"choices": [{"token_ids": [5, 6], "text": "ab", "logprobs": {"token_logprobs": [-1, None]}}]}
+    sglang = {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [[-1.0, 5, None], ["-inf", 6, None]]}}
+    llama = {"tokens": [5, 6], "completion_probabilities": [{"id": 5, "logprob": -1.0}, {"id": 6}]}
+    for client, reply, name in (
+        (OpenAIClient("http://host", "m"), vllm, "logprobs"), (SGLangClient("http://host"), sglang, "return_logprob"),
+        (LlamaCppClient("http://host"), llama, "n_probs"),
+    ):  # fmt: skip
+        way = replace(asked, count_prompt=isinstance(client, LlamaCppClient))
+        body = client.body([1], way)
+        sent = body.get("sampling_params", body)
+        assert (sent["presence_penalty"], sent["frequency_penalty"]) == (0.5, -1) and body[name]
+        first, second = client.read(reply, way).logprobs
+        assert first == -1 and math.isnan(second)
+    with pytest.raises(ValueError, match="count_prompt"):
+        client.body([1], asked)
+    with pytest.raises(ValueError, match="penalties"):
+        TextClient("http://host", "m", None).body([1], replace(asked, temperature=0.0))
+
+
+def test_settings_are_read_from_words():
+    found = Settings.read("temperature=0.7 top_k=5 stop='a b' stop=c logprobs", eos=frozenset({2}), count_prompt=True)
+    assert found == Settings(0.7, top_k=5, stop=("a b", "c"), logprobs=True, eos=frozenset({2}), count_prompt=True)
+    for text, words in (("top_q=1", "did you mean 'top_p'"), ("top_k=x", "top_k is no int"), ("logprobs=2", "no bool")):
+        with pytest.raises(ValueError, match=words):
+            Settings.read(text)
 
 
 class Letters:

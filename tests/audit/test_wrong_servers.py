@@ -16,7 +16,7 @@ from specheads.audit.settings import Settings
 from specheads.audit.verdict import Verdict
 from specheads.audit.watch import AuditConfig
 from tests.support.tiny_models import near
-from tests.support.wrong_server import FAULTS, WrongServer, audit_base
+from tests.support.wrong_server import FAULTS, WrongServer, audit_base, decode
 
 LENGTH, BATCH = 24, 12
 SAMPLED = Settings(max_tokens=LENGTH)
@@ -32,9 +32,21 @@ CASES = {
     "repeat": (SAMPLED, (0.1, 0.3)), "penalties": (PENALTY, (0.3, 1.0)), "ties": (GREEDY, (0.05, 0.5)),
     "some-greedy": (SAMPLED, (0.12, 0.3)), "mixed-rows": (SAMPLED, (0.15, 0.5)),
 }  # fmt: skip
+# The same fault in other penalties: of tokens in the text alone, or in the prompt too.
+COUNTED = (
+    Settings(max_tokens=LENGTH, temperature=0.0, frequency_penalty=1.2),
+    Settings(max_tokens=LENGTH, temperature=0.0, presence_penalty=1.5, count_prompt=True),
+)
+# What is beside the distribution of each token: asked for, and what is said of it.
+STOPS = Settings(max_tokens=LENGTH, stop=("n", "hi"))
+BESIDE = {
+    "stop": (STOPS, "tokens after the stop string"), "overrun": (STOPS, "1 tokens after the stop string"),
+    "logprobs": (Settings(max_tokens=LENGTH, logprobs=True), "where the base has"),
+}  # fmt: skip
 # Which tokens it writes too often depends on the drafts, so that no bet is quite like it.
 SLOWER = {"residual": 2.5}
-GRID = [(fault, strength) for fault, (_, strengths) in CASES.items() for strength in strengths]
+GRID = [(settings, fault, strength) for fault, (settings, strengths) in CASES.items() for strength in strengths]
+GRID += [(settings, "penalties", 1.0) for settings in COUNTED]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +59,15 @@ def prompts(count, seed=0):
 
 
 def test_every_fault_is_tried():
-    assert set(CASES) == set(FAULTS)
+    assert {*CASES, *BESIDE} == set(FAULTS)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("fault", "strength"), GRID)
-def test_a_fault_is_found_within_the_tokens_that_its_power_promises(base, fault, strength):
+@pytest.mark.parametrize(("settings", "fault", "strength"), GRID, ids=str)
+def test_a_fault_is_found_within_the_tokens_that_its_power_promises(base, settings, fault, strength):
     """A right server would be found with a chance of 1e-3. A fault whose texts end wrongly is found by the end alone,
     within ln 20 / strength texts in 95 of 100 audits."""
-    settings, server = CASES[fault][0], WrongServer(base, fault, strength, seed=1)
+    server = WrongServer(base, fault, strength, seed=1)
     config = AuditConfig(max_tokens=6000, batch=BATCH, tv=0.02, miss_rate=0.0005)
     (result,) = audit(Scorer(base), server, prompts(250 if settings.greedy else 60), [settings], config).results
     assert result.verdict is Verdict.NOT_LOSSLESS and result.chance <= 1e-3 and result.evidence
@@ -69,13 +81,41 @@ def test_a_fault_is_found_within_the_tokens_that_its_power_promises(base, fault,
 
 @pytest.mark.parametrize(
     "settings",
-    [SAMPLED, GREEDY, ENDS, Settings(0.8, top_k=12, top_p=0.8, min_p=0.02, repetition_penalty=1.3, max_tokens=LENGTH)],
+    [
+        SAMPLED,
+        GREEDY,
+        ENDS,
+        *COUNTED,
+        Settings(0.8, top_k=12, top_p=0.8, min_p=0.02, repetition_penalty=1.3, max_tokens=LENGTH),
+    ],
     ids=str,
 )
 def test_a_right_speculative_server_is_lossless(base, settings):
     config = AuditConfig(max_tokens=3600, batch=24, tv=0.12)
     report = audit(Scorer(base), WrongServer(base, seed=3), prompts(150), [settings], config)
     assert report.verdict is Verdict.LOSSLESS and report.exit_code == 0, str(report)
+
+
+class Letters:
+    """The tokenizer of the wrong server."""
+
+    bos_token_id = chat_template = None
+    decode = staticmethod(decode)
+
+
+@pytest.mark.parametrize("strength", [0.1, 1.0])
+@pytest.mark.parametrize("fault", BESIDE)
+def test_stop_strings_and_log_probabilities_are_judged_too(base, fault, strength):
+    """The tokens of these servers are right. The right one passes; each fault is found, in words, and wrong
+    log-probabilities leave the text lossless."""
+    settings, words = BESIDE[fault]
+    config = AuditConfig(max_tokens=4000, batch=24, tv=0.12)
+    right = audit(Scorer(base), WrongServer(base, seed=3), prompts(60), [settings], config, tokenizer=Letters())
+    assert right.verdict is Verdict.LOSSLESS, str(right)
+    server = WrongServer(base, fault, strength, seed=3)
+    found = audit(Scorer(base), server, prompts(60), [settings], config, tokenizer=Letters())
+    assert found.verdict is Verdict.NOT_LOSSLESS and words in str(found), str(found)
+    assert [str(result.verdict) for result in found.results][: settings.logprobs] in ([], ["lossless"])
 
 
 def test_our_generate_and_transformers_are_lossless_by_any_drafter(base):

@@ -161,7 +161,9 @@ def test_accepted_length_by_depth_category_and_position_leaves_the_prefill_out()
 def test_a_step_that_ends_with_a_draft_counts_at_the_depth_of_that_draft():
     """The second step of the first row ends its text with its second draft; all others end with the base's token."""
     ours = one_sample(1.0, [[1, 3, 2], [1, 1]], accepted=[[0, 2, 2], [0, 0]])
-    assert samples.accepted([one_round(0, ours=ours)], "ours")["accepted_by_depth"] == pytest.approx([2 / 3, 2 / 3])
+    assert samples.accepted([one_round(0, categories=("a", "b"), ours=ours)], "ours")[
+        "accepted_by_depth"
+    ] == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_a_decoder_that_only_counts_steps_has_an_accepted_length_alone():

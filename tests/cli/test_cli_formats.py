@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
 from tests.reference import foreign
 from tests.support.command_line import run, ship
+from tests.support.fake_engine import program
+from tests.support.openai_server import serving
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,28 @@ def test_dtype_and_check(small, tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "served" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_an_export_is_certified_by_its_engine(small, tmp_path, capsys):
+    """One that writes a token again and again, though its own choice of a single token is the base's: exit code 3, and
+    `specheads info` says it too. One that does not start: a line, and the export is there."""
+    base = AutoModelForCausalLM.from_pretrained(small / "base")
+
+    def reply(route, body, headers):
+        if body["max_tokens"] > 1:
+            return 200, {"choices": [{"token_ids": [70] * body["max_tokens"]}]}
+        return 200, {"choices": [{"token_ids": [int(base(torch.tensor([body["prompt"]])).logits[0, -1].argmax())]}]}
+
+    export = ("export", small / "eagle3", tmp_path / "served", "--to", "vllm")
+    with serving(reply) as url:
+        engine = program(tmp_path, url)
+        code, out, _ = run(capsys, *export, "--certify", f"vllm={engine}")
+    assert code == 3 and "vllm 0.0" in out and "greedy not lossless" in out and "certificate.json" in out
+    assert "greedy **not lossless**" in (tmp_path / "served" / "README.md").read_text()
+    code, out, _ = run(capsys, "info", tmp_path / "served", "--json")
+    assert code == 0 and "greedy not lossless" in json.loads(out)["certificate"][0]
+    code, _, err = run(capsys, *export[:2], tmp_path / "other", *export[3:], "--certify", f"vllm={program(tmp_path)}")
+    assert code != 0 and "vllm did not start: ValueError: no memory" in err and (tmp_path / "other").is_dir()
+
+
 def test_an_export_does_not_replace_the_current_directory(small, tmp_path, capsys, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -59,6 +84,8 @@ BAD_INPUT = [
     ("export {small}/eagle3 {tmp}/out --to vlm", "did you mean 'vllm'"),
     ("export {small}/eagle3 {small} --to vllm", "is not an empty directory; give a new one"),
     ("export {small}/eagle3 {tmp}/out --to medusa", "no form for a head of kind eagle3; formats that can: eagle,"),
+    ("export {small}/eagle3 {tmp}/out --to vllm --certify vlm=python", "did you mean 'vllm'"),
+    ("export {small}/eagle3 {tmp}/out --to sglang --certify vllm=python", "with --to vllm or speculators, not sglang"),
     ("export {small}/eagle3 {tmp}/out --to vllm --dtype int8", "--dtype 'int8' is unknown; expected float32"),
     ("export {small}/base {tmp}/out --to vllm", "not the config of a draft head"),
     ("export {small}/eagle3 {tmp}/out --to vllm --base {tmp}/none", "/none"),

@@ -18,6 +18,7 @@ from specheads import (
     Typical,
     convert,
 )
+from specheads.decoding.results import AcceptanceCounts, Step
 from tests.support.prompts import BATCHES, PAD, V
 from tests.support.replay_drafter import Replay
 from tests.support.tiny_models import tiny_llama
@@ -52,6 +53,17 @@ def test_scores_and_logits_are_float32_for_a_bfloat16_model():
     options |= {"output_scores": True, "output_logits": True}
     for out in (half.generate(**BATCHES["one"], **options), half.base.generate(**BATCHES["one"], **options)):
         assert out.scores[0].dtype == out.logits[0].dtype == torch.float32
+
+
+def test_a_step_that_ends_with_a_draft_gains_no_token_of_the_base():
+    """Two rows, of which the second ends with the first step."""
+    rest = {"ranks": [[], []], "drafted": [2, 2], "seconds": 0.0}
+    steps = [Step([[1, 2, 3], [4]], [2, 0], **rest), Step([[5, 6], []], [2, 0], **rest)]
+    counts = AcceptanceCounts.of(steps)
+    assert counts == AcceptanceCounts(3, 6, (2, 2)) and counts.tokens_per_step == 2 and counts.shares == [2 / 3] * 2
+    more = counts + AcceptanceCounts(1, 4, (1, 1, 1))
+    assert more == AcceptanceCounts(4, 10, (3, 3, 1)) and more - counts == AcceptanceCounts(1, 4, (1, 1, 1))
+    assert AcceptanceCounts.of([]).tokens_per_step == 1
 
 
 def test_statistics_add_up(model):

@@ -12,15 +12,16 @@ DROP = object()  # the connection is closed without a word
 
 @contextmanager
 def serving(reply, metrics=None):
-    """The address of a server, up to /v1, whose page of metrics is this text. reply(route, body, headers) → DROP or
-    (status, JSON, text or bytes), and headers of its own after it. What is in flight at the end is dropped."""
+    """The address of a server, up to /v1, whose page of metrics is this text, or what this function gives.
+    reply(route, body, headers) → DROP or (status, JSON, text or bytes), and headers of its own after it. What is in
+    flight at the end is dropped."""
     closed = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # connections are kept, as those of real servers
 
         def do_GET(self):
-            content = (metrics or "").encode()
+            content = (metrics() if callable(metrics) else metrics or "").encode()
             self.send_response(404 if metrics is None else 200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -14,7 +14,7 @@ from tests.support.tiny_models import near, tiny_llama
 VOCABULARY = 24
 FAULTS = (
     "residual", "q-for-p", "temperature", "late-top-p", "stale-keys", "positions", "eos", "longer", "shorter", "repeat",
-    "penalties", "ties", "some-greedy", "mixed-rows",
+    "penalties", "ties", "some-greedy", "mixed-rows", "stop", "overrun", "logprobs",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ class Row:
     """One text. context, positions: what the target's cache holds; block: drafted tokens since the last rejection."""
 
     def __init__(self, prompt):
-        self.prompt, self.tokens, self.block, self.done = list(prompt), [], 0, False
+        self.prompt, self.tokens, self.block, self.done, self.logprobs = list(prompt), [], 0, False, []
         self.context, self.positions, self.shift = list(prompt), list(range(len(prompt))), 0
 
     def append(self, token, stale=None):
@@ -69,7 +69,10 @@ class WrongServer:
         rows = [Row(prompt) for prompt in prompts]
         while active := [row for row in rows if not row.done]:
             self.step(active, settings)
-        return [Answer(self.end(row.tokens, settings)) for row in rows]
+        return [
+            Answer(self.end(row.tokens, settings), logprobs=tuple(row.logprobs) if settings.logprobs else None)
+            for row in rows
+        ]
 
     def end(self, tokens, settings):
         if len(tokens) == settings.max_tokens:
@@ -77,6 +80,8 @@ class WrongServer:
                 return [*tokens, tokens[-1]]
             if self.happens("shorter"):
                 return tokens[:-1]
+        if any(decode(tokens).endswith(stop) for stop in settings.stop) and self.happens("overrun"):
+            return [*tokens, tokens[-1]]
         return tokens
 
     def step(self, rows, settings):
@@ -89,14 +94,15 @@ class WrongServer:
         target = right if clean else logits(self.base, [(row.context, row.positions) for row in rows])
         p_right = self.probs(right, rows, settings)
         p = self.probs(target, rows, settings, late=self.fault == "penalties")
-        q = self.probs(logits(self.head, texts), rows, settings)
+        drafting = logits(self.head, texts)
+        q = self.probs(drafting, rows, settings)
         if self.fault == "temperature":
             p = (p.log() / self.strength).softmax(-1)
         accept = (p / q).clamp(max=1).nan_to_num(0)
         replacement = (p - q).clamp(min=0)
         if self.fault == "late-top-p":
             free = p_uncut(right, settings)
-            q = p_uncut(logits(self.head, texts), settings)
+            q = p_uncut(drafting, settings)
             accept = (1 - self.strength) * (p / q).clamp(max=1) + self.strength * (free / q).clamp(max=1)
             replacement = (p - accept * q).clamp(min=0)
         replacement = torch.where(replacement.sum(-1, keepdim=True) > 1e-9, replacement, p)
@@ -120,7 +126,11 @@ class WrongServer:
                 )
                 law = (1 - s) * law + s * other
         self.distances += ((law - p_right).abs().sum(-1) / 2).tolist()
-        for row, token, draft, drafted in zip(rows, written.tolist(), drafts.tolist(), accepted.tolist(), strict=True):
+        for b, (row, token, draft, drafted) in enumerate(
+            zip(rows, written.tolist(), drafts.tolist(), accepted.tolist(), strict=True)
+        ):
+            told = drafting if drafted and settings.logprobs and self.happens("logprobs") else right
+            row.logprobs.append(float(told[b].log_softmax(-1)[token]))
             self.write(row, token, draft, drafted, settings)
 
     def write(self, row, token, draft, drafted, settings):
@@ -133,21 +143,29 @@ class WrongServer:
             row.shift += 1
         row.block = row.block + 1 if drafted else 0
         ends = token in settings.eos and not (drafted and self.happens("eos"))
+        for stop in settings.stop:
+            found = decode(row.tokens).endswith(stop)
+            ends = ends or (found and not (drafted and self.happens("stop")))
         row.done = ends or len(row.tokens) >= settings.max_tokens
 
     def probs(self, scores, rows, settings, late=False):
         """(B, V) p. late: penalties do not see the tokens drafted since the last rejection."""
         processed = []
         for score, row in zip(scores, rows, strict=True):
-            text = row.prompt + row.tokens
+            tokens = row.tokens
             if late and row.block and float(torch.rand((), generator=self.generator)) < self.strength:
-                text = text[: len(text) - row.block]
-            processed.append(process(score.unsqueeze(0), text, [0], settings)[0])
+                tokens = tokens[: len(tokens) - row.block]
+            processed.append(process(score.unsqueeze(0), row.prompt + tokens, [0], settings, len(tokens))[0])
         processed = torch.stack(processed)
         if not settings.greedy:
             return processed.softmax(-1)
         best = processed >= processed.amax(-1, keepdim=True) - self.share("ties")
         return best / best.sum(-1, keepdim=True)
+
+
+def decode(tokens, skip_special_tokens=True):
+    """Letters: token 0 is "a"."""
+    return "".join(chr(97 + token) for token in tokens)
 
 
 def p_uncut(scores, settings):

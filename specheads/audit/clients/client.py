@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from specheads.audit.settings import Settings
+from specheads.decoding.results import AcceptanceCounts
 
 
 @dataclass(frozen=True)
@@ -36,35 +37,10 @@ class Client(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """steps: verified passes; accepted: drafted tokens taken over in them; by_depth: so many at each depth, from the
-    first on, if it is known."""
-
-    steps: int
-    accepted: int
-    by_depth: tuple[int, ...] = ()
-
-    @property
-    def tokens_per_step(self) -> float:
-        """With the token that each pass gives by itself."""
-        return 1 + self.accepted / self.steps if self.steps else 1.0
-
-    def __sub__(self, other: Acceptance) -> Acceptance:
-        """Of two states of a server's counters."""
-        earlier = other.by_depth or (0,) * len(self.by_depth)
-        depths = tuple(a - b for a, b in zip(self.by_depth, earlier, strict=True))
-        return Acceptance(self.steps - other.steps, self.accepted - other.accepted, depths)
-
-    def __str__(self) -> str:
-        depths = f", by depth {' '.join(f'{n / self.steps:.3f}' for n in self.by_depth)}" if self.by_depth else ""
-        return f"{self.tokens_per_step:.3f} tokens a step in {self.steps:,} steps{depths}"
-
-
 class CountingClient(Client, Protocol):
     """A server that may say what it drafted, in its answers or in counters."""
 
-    def counters(self) -> Acceptance | None:
+    def counters(self) -> AcceptanceCounts | None:
         """Of everything since its start, if it counts."""
         ...
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -11,12 +12,13 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from specheads.audit.clients.client import Acceptance, Answer
+from specheads.audit.clients.client import Answer
 from specheads.audit.settings import Settings
+from specheads.decoding.results import AcceptanceCounts
 
 KEY = "OPENAI_API_KEY"
 COUNTERS = re.compile(
@@ -50,7 +52,7 @@ class HttpClient(ABC):
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
 
-    def counters(self) -> Acceptance | None:
+    def counters(self) -> AcceptanceCounts | None:
         """None where the answers say it, or nobody does."""
         return None
 
@@ -84,6 +86,19 @@ class HttpClient(ABC):
         raise ServerError(f"{request.full_url}: {problem}")
 
 
+def openai_request(prompt: list[int], settings: Settings) -> dict[str, Any]:
+    """A request of /v1/completions with vLLM's names for what OpenAI does not have."""
+    body = {
+        "prompt": prompt, "max_tokens": settings.max_tokens, "n": 1, "temperature": settings.temperature,
+        "top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty, "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty, "return_token_ids": True,
+    }  # fmt: skip
+    ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
+    more = {"stop": list(settings.stop)} if settings.stop else {}
+    return {**body, **ends, **more, **({"logprobs": 1} if settings.logprobs else {})}
+
+
 class OpenAIClient(HttpClient):
     """vLLM and others that know `return_token_ids`. model: its name there."""
 
@@ -94,22 +109,16 @@ class OpenAIClient(HttpClient):
         self.model = model
 
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
-        body = {
-            "model": self.model, "prompt": prompt, "max_tokens": settings.max_tokens, "n": 1,
-            "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
-            "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty, "presence_penalty": 0,
-            "frequency_penalty": 0, "return_token_ids": True,
-        }  # fmt: skip
-        ends: dict[str, Any] = {"stop_token_ids": sorted(settings.eos)} if settings.eos else {"ignore_eos": True}
-        return {**body, **ends, **({"stop": list(settings.stop)} if settings.stop else {})}
+        return {"model": self.model, **openai_request(prompt, settings)}
 
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         choice = (answer.get("choices") or [{}])[0]
         if not isinstance(choice.get("token_ids"), list):
             raise ServerError(f"{self.url} sent no token_ids: it does not know return_token_ids, which an audit needs")
-        return Answer([int(token) for token in choice["token_ids"]], choice.get("text"))
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        return Answer([int(token) for token in choice["token_ids"]], choice.get("text"), _floats(logprobs))
 
-    def counters(self) -> Acceptance | None:
+    def counters(self) -> AcceptanceCounts | None:
         """Of vLLM's /metrics, summed over engines. Drafts past the end of a text count there."""
         try:
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=self.timeout) as reply:
@@ -121,7 +130,8 @@ class OpenAIClient(HttpClient):
             position = POSITION.search(labels)
             sums[name, int(position[1]) if position else -1] += int(float(value))
         by_depth = [sums["accepted_tokens_per_pos", d] for d in range(1 + max((d for _, d in sums), default=-1))]
-        return Acceptance(sums["drafts", -1], sums["accepted_tokens", -1], tuple(by_depth)) if sums else None
+        steps = sums["drafts", -1]
+        return AcceptanceCounts(steps, steps + sums["accepted_tokens", -1], tuple(by_depth)) if sums else None
 
 
 class SGLangClient(HttpClient):
@@ -133,10 +143,13 @@ class SGLangClient(HttpClient):
         sampling = {
             "max_new_tokens": settings.max_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
             "top_k": settings.top_k or -1, "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty,
-            "presence_penalty": 0, "frequency_penalty": 0, "n": 1, "stop": list(settings.stop) or None,
+            "presence_penalty": settings.presence_penalty, "frequency_penalty": settings.frequency_penalty, "n": 1,
+            "stop": list(settings.stop) or None,
             "stop_token_ids": sorted(settings.eos) or None, "ignore_eos": not settings.eos,
         }  # fmt: skip
-        return {"input_ids": prompt, "sampling_params": sampling, "stream": False}
+        return {
+            "input_ids": prompt, "sampling_params": sampling, "stream": False, "return_logprob": settings.logprobs,
+        }  # fmt: skip
 
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
         if not isinstance(answer.get("output_ids"), list):
@@ -144,7 +157,8 @@ class SGLangClient(HttpClient):
         tokens, meta = [int(token) for token in answer["output_ids"]], answer.get("meta_info") or {}
         drafted, steps = meta.get("spec_draft_token_num"), meta.get("spec_verify_ct")
         accepted = len(tokens) - 1 - steps if steps else None
-        return Answer(tokens, answer.get("text"), None, drafted, accepted)
+        logprobs = _floats(one[0] for one in meta.get("output_token_logprobs") or ())
+        return Answer(tokens, answer.get("text"), logprobs, drafted, accepted)
 
 
 class LlamaCppClient(HttpClient):
@@ -154,14 +168,20 @@ class LlamaCppClient(HttpClient):
     route = "/completion"
 
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
+        if len(settings.eos) > 1:
+            raise ValueError(f"llama.cpp does not say which of {len(settings.eos)} end tokens ended a text")
+        if (settings.presence_penalty or settings.frequency_penalty) and not settings.count_prompt:
+            raise ValueError("llama.cpp's presence and frequency penalties count the prompt: set count_prompt")
         return {
             "prompt": prompt, "n_predict": settings.max_tokens, "temperature": settings.temperature,
             "top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p,
             "repeat_penalty": settings.repetition_penalty, "repeat_last_n": len(prompt) + settings.max_tokens,
-            "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1.0, "dry_multiplier": 0.0,
+            "presence_penalty": settings.presence_penalty, "frequency_penalty": settings.frequency_penalty,
+            "typical_p": 1.0, "dry_multiplier": 0.0,
             "xtc_probability": 0.0, "mirostat": 0,
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "stop": list(settings.stop),
-            "ignore_eos": not settings.eos, "return_tokens": True, "cache_prompt": False, "stream": False,
+            "ignore_eos": not settings.eos, "n_probs": int(settings.logprobs), "return_tokens": True,
+            "cache_prompt": False, "stream": False,
         }  # fmt: skip
 
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
@@ -169,8 +189,14 @@ class LlamaCppClient(HttpClient):
             raise ServerError(f"{self.url} sent no tokens: it does not know return_tokens, which an audit needs")
         tokens = [int(token) for token in answer["tokens"]]
         if answer.get("stop_type") == "eos" and not (tokens and tokens[-1] in settings.eos):
-            if len(settings.eos) != 1:
-                raise ServerError(f"{self.url} does not say which of {len(settings.eos)} end tokens ended the text")
+            if not settings.eos:
+                raise ServerError(f"{self.url} ended a text by itself, though no end token was asked for")
             tokens.append(*settings.eos)
         times = answer.get("timings") or {}
-        return Answer(tokens, answer.get("content"), None, times.get("draft_n"), times.get("draft_n_accepted"))
+        logprobs = _floats(one.get("logprob") for one in answer.get("completion_probabilities") or ())
+        return Answer(tokens, answer.get("content"), logprobs, times.get("draft_n"), times.get("draft_n_accepted"))
+
+
+def _floats(values: Iterable[Any] | None) -> tuple[float, ...] | None:
+    """What is no number becomes NaN, which fits no token."""
+    return tuple(float(v) if isinstance(v, int | float) else math.nan for v in values or ()) or None

@@ -26,8 +26,8 @@ class TextClient(HttpClient):
     def body(self, prompt: list[int], settings: Settings) -> dict[str, Any]:
         if not settings.greedy:
             raise ValueError(f"{self.url} answers with text, which does not tell sampled tokens: ask at temperature 0")
-        if settings.repetition_penalty != 1:
-            raise ValueError(f"a repetition penalty of {settings.repetition_penalty:g} is not part of this route")
+        if settings.penalised:
+            raise ValueError(f"{settings}: penalties are not part of this route")
         text = self.tokenizer.decode(prompt, skip_special_tokens=True)
         if self.tokenizer(text)["input_ids"] != prompt:
             raise ValueError(f"the prompt {text[:40]!r} has other tokens as text: an audit by text cannot ask it")

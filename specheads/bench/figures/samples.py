@@ -13,6 +13,7 @@ from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
 from specheads.bench.runner import Race, TimedRun, first_difference
+from specheads.decoding.results import AcceptanceCounts
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
@@ -160,10 +161,11 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
             "accepted_length": total / steps if steps else None, "accepted_drafts": None, "accepted_by_depth": None,
             "accepted_by_category": None, "accepted_by_position": None,
         }  # fmt: skip
+    counted = AcceptanceCounts.count(gains, drafts)
     return {
-        "accepted_length": _mean(gains),
-        "accepted_drafts": sum(drafts),
-        "accepted_by_depth": [sum(n >= d for n in drafts) / len(drafts) for d in range(1, max(drafts) + 1)],
+        "accepted_length": counted.tokens_per_step,
+        "accepted_drafts": sum(counted.by_depth),
+        "accepted_by_depth": counted.shares,
         "accepted_by_category": {category: _mean(values) for category, values in sorted(by_category.items())} or None,
         "accepted_by_position": {str(start): _mean(values) for start, values in sorted(by_position.items())},
     }

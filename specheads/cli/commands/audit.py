@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
-
 from specheads import SpecModel, terminal
-from specheads.audit.acceptance import Comparison, compare
+from specheads.audit.acceptance import COMPARED, Comparison, compare
+from specheads.audit.base import Base
 from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient, SGLangClient
 from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.page import markdown
 from specheads.audit.run import audit
-from specheads.audit.scoring import Scorer
 from specheads.audit.settings import Settings
 from specheads.audit.watch import AuditConfig
 from specheads.bench.prompts import held_out_prompts, read_prompts
 from specheads.cli.app import output
 from specheads.cli.errors import say
 from specheads.cli.options.audit import AuditOptions
-from specheads.hub import hub_options
-from specheads.models.base.loading import placement, settle_dtype, stop_ids
 from specheads.models.named import tokenizer_of
 
 PROMPTS = 64  # held-out ones
-COMPARED = 16  # of the prompts, with --head
 
 
 def run(options: AuditOptions) -> int:
@@ -32,21 +28,14 @@ def run(options: AuditOptions) -> int:
     if options.page is not None and not options.page.parent.is_dir():
         raise ValueError(f"--page {options.page}: there is no folder {options.page.parent}")
     tokenizer = tokenizer_of(options.base)
-    client = _client(options, tokenizer)
-    _, device = placement("auto", "auto")
-    hub = hub_options(options.base)
-    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype="auto", **hub)
-    served = base.dtype  # a server's own choice, unless it is told otherwise
-    settle_dtype(base, device)
-    base.to(device)
-    eos = frozenset(stop_ids(options.base, base.config, tokenizer, **hub))
-    if options.kind == "llama.cpp" and len(eos) > 1:
-        raise ValueError(f"llama.cpp does not say which of the base's {len(eos)} end tokens ended a text")
-    settings = [Settings(temperature, eos=eos) for temperature in options.temperature or (0.0, 1.0)]
-    config, prompts = AuditConfig(tv=options.tv), _prompts(options, tokenizer)
+    client, base = _client(options, tokenizer), Base.load(options.base, tokenizer)
+    temperatures = options.temperature or (() if options.ask else (0.0, 1.0))
+    ways = [*(f"temperature={temperature}" for temperature in temperatures), *(options.ask or ())]
+    settings = [Settings.read(way, eos=base.eos, count_prompt=options.kind == "llama.cpp") for way in ways]
+    config, prompts = AuditConfig(tv=options.tv), prompts_of(options.prompts, tokenizer)
     with terminal.progress(terminal.make_console(stderr=True), "auditing") as progress:
-        report = audit(Scorer(base, served), client, prompts, settings, config, progress, tokenizer)
-    comparison = _compare(options, client, base, prompts, eos)
+        report = audit(base.scorer(), client, prompts, settings, config, progress, tokenizer)
+    comparison = _compare(options, client, base, prompts)
     if options.page is not None:
         options.page.write_text(markdown(report, options.base, comparison), encoding="utf-8")
     record = report.to_dict() | ({"acceptance": comparison.to_dict()} if comparison else {})
@@ -54,13 +43,11 @@ def run(options: AuditOptions) -> int:
     return report.exit_code
 
 
-def _compare(
-    options: AuditOptions, client: HttpClient, base: Any, prompts: list[list[int]], eos: frozenset[int]
-) -> Comparison | None:
+def _compare(options: AuditOptions, client: HttpClient, base: Base, prompts: list[list[int]]) -> Comparison | None:
     if options.head is None:
         return None
-    model: Any = SpecModel.from_pretrained(options.head, base=base)
-    comparison = compare(client, model, prompts[:COMPARED], Settings(0.0, eos=eos))
+    model: Any = SpecModel.from_pretrained(options.head, base=base.model)
+    comparison = compare(client, model, prompts[:COMPARED], Settings(0.0, eos=base.eos))
     if comparison is None:
         say("specheads audit", f"{client.name} does not say what it drafted, so --head is not compared")
     return comparison
@@ -75,15 +62,16 @@ def _client(options: AuditOptions, tokenizer: object) -> HttpClient:
     return (SGLangClient if options.kind == "sglang" else LlamaCppClient)(options.server)
 
 
-def _prompts(options: AuditOptions, tokenizer: object) -> list[list[int]]:
-    """Prompts as ids. ValueError for a conversation, which the server's template would render."""
-    if options.prompts is None:
+def prompts_of(path: Path | None, tokenizer: Any) -> list[list[int]]:
+    """The prompts of a file, or held-out ones, as ids. ValueError for a conversation, which the server's template would
+    render."""
+    if path is None:
         asked: list[object] = [*held_out_prompts(tokenizer, PROMPTS)]
     else:
-        asked = [prompt.asked for prompt in read_prompts(options.prompts)]
+        asked = [prompt.asked for prompt in read_prompts(path)]
     prompts: list[list[int]] = []
     for prompt in asked:
         if not isinstance(prompt, str | list):
-            raise ValueError(f"{options.prompts}: an audit takes texts or token ids, not conversations")
-        prompts.append(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)  # type: ignore[operator]
+            raise ValueError(f"{path}: an audit takes texts or token ids, not conversations")
+        prompts.append(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
     return prompts

@@ -1,4 +1,4 @@
-"""`specheads info PATH`: what a head checkpoint contains, or the MTP modules in a model's own checkpoint."""
+"""`specheads info PATH`: what a head checkpoint, an export, or the MTP modules in a model's own checkpoint contain."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specheads.audit.certificates.certificate import lines_of
 from specheads.cli.app import output
 from specheads.cli.options.checkpoints import InfoOptions
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
@@ -17,6 +18,7 @@ from specheads.models import saved_head
 from specheads.models.base.state_size import state_size
 from specheads.models.costs import cost_files
 from specheads.models.files import CheckpointError
+from specheads.models.formats.files import Files
 from specheads.models.formats.importing import ForeignCheckpoint, find_foreign
 
 _UNITS = {
@@ -37,8 +39,8 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
         hint = did_you_mean(str(path), "model")
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
     foreign = find_foreign(path)
-    if foreign is not None and foreign.within_base:
-        return _shipped_record(path, foreign)
+    if foreign is not None:
+        return _shipped_record(path, foreign) if foreign.within_base else _exported_record(path, foreign)
     saved = saved_head.read(path)
     options = {name: value for name, value in saved.head.to_dict().items() if name != "kind"}
     weights = [t for t in saved.tensors.values() if t.is_floating_point()]
@@ -59,6 +61,27 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
     }
 
 
+def _exported_record(path: Path, foreign: ForeignCheckpoint) -> dict[str, Any]:
+    """A head in another program's format, and what was certified of it. Its options are known only beside its base."""
+    return {
+        "kind": foreign.form.kind,
+        "format": foreign.form.title,
+        "base": foreign.base_name,
+        **_sizes(foreign.files),
+        "certificate": lines_of(path),
+        "read_next": f"`specheads import {path} OUT --base BASE` makes it a head that decodes here",
+    }
+
+
+def _sizes(files: Files) -> dict[str, Any]:
+    weights = [t for t in files.shapes.values() if t.is_floating_point()]
+    return {
+        "parameters": sum(t.numel() for t in weights),
+        "dtype": sorted({str(t.dtype).removeprefix("torch.") for t in weights}),
+        "megabytes": round(sum(t.numel() * t.element_size() for t in weights) / 1e6, 2),
+    }
+
+
 def _shipped_record(path: Path, foreign: ForeignCheckpoint) -> dict[str, Any]:
     """The MTP modules in a target's own checkpoint in the directory `path`."""
     config = AutoConfig.from_pretrained(path)
@@ -67,13 +90,10 @@ def _shipped_record(path: Path, foreign: ForeignCheckpoint) -> dict[str, Any]:
         head = foreign.head_config(base)
         taps = HEADS[head.kind](head).layers
     options = {name: value for name, value in head.to_dict().items() if name != "kind"}
-    weights = [t for t in foreign.part.shapes.values() if t.is_floating_point()]
     return {
         "kind": head.kind,
         "base": f"the model in this directory ({config.model_type}), whose checkpoint holds the modules",
-        "parameters": sum(t.numel() for t in weights),
-        "dtype": sorted({str(t.dtype).removeprefix("torch.") for t in weights}),
-        "megabytes": round(sum(t.numel() * t.element_size() for t in weights) / 1e6, 2),
+        **_sizes(foreign.part),
         "tapped_layers": list(taps),
         "draft_vocabulary": options.get("vocab_size"),
         "options": options,

@@ -26,6 +26,8 @@ class AuditOptions(Output):
         --temperature 0
       specheads audit http://localhost:8000 --base my/model --temperature 0.8 \\
         --tv 0.02 --json
+      specheads audit http://localhost:8000 --base my/model \\
+        --ask 'temperature=0.7 presence_penalty=1 logprobs'
       specheads audit http://localhost:8000 --base my/model --head out/head \\
         --page evidence.md
     """
@@ -40,7 +42,10 @@ class AuditOptions(Output):
     model: str | None = option(None, "The model's name at the server; default: as --base.")
     head: str | None = option(None, "The head that the server drafts with: its accepted drafts beside those here.")
     prompts: Path | None = option(None, "File of prompts, as of bench; default: held-out source code.")
-    temperature: list[float] | None = option(None, "Temperatures to ask at; 0 is greedy; default: 0 and 1.")
+    temperature: list[float] | None = option(None, "Temperatures to ask at, 0 for greedy; default: 0 and 1.")
+    ask: list[str] | None = option(
+        None, "Another way, such as 'temperature=0.7 top_p=0.9'; also penalties, stop, max_tokens, logprobs."
+    )
     tv: float = option(0.05, "Total variation a token that a lossless verdict rules out.")
 
     page: Path | None = option(None, "Write the evidence to this file, as one page of Markdown.")

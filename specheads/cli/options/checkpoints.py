@@ -31,15 +31,16 @@ class DoctorOptions(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions(Output):
-    """Show what a head checkpoint holds.
+    """Show what a head checkpoint holds, and what was certified of an export.
 
     \b
     Examples:
       specheads info out/head
+      specheads info served
       specheads info out/head --json
     """
 
-    path: Path = argument("PATH", "A head checkpoint.", named=True)
+    path: Path = argument("PATH", "A head checkpoint or an export.", named=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,15 @@ class ExportOptions(Output):
     """Write a head in the format of another program.
 
     A README beside it says how to serve it. If the format cannot hold the head, the error gives the reason and the
-    formats that can.
+    formats that can. With --certify the exit status is that of audit: 3 if the engine's text is not the base's, 4 if
+    that is undecided.
 
     \b
     Examples:
       specheads export out/head served --to vllm
       specheads export out/head served --to llamacpp --gguf llama.cpp
       specheads export out/head served --to vllm --base my/model
+      specheads export out/head served --to vllm --certify vllm=venv/bin/python
     """
 
     model: str = argument("MODEL", HEAD, named=True)
@@ -66,6 +69,10 @@ class ExportOptions(Output):
         None, "llama.cpp's checkout or converter: also write GGUF files of base and head (llamacpp)."
     )
     check: bool = option(False, "Compare what transformers reads of the result with the head.")
+    certify: list[str] | None = option(
+        None,
+        "NAME=PROGRAM: run it in vllm or openvino (PROGRAM: its Python) or llama.cpp (llama-server), and audit it.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from specheads.decoding.results import Step
+from specheads.decoding.results import AcceptanceCounts, Step
 
 
 class Statistics:
@@ -26,18 +26,16 @@ class Statistics:
         """
         assert self.steps is not None
         drafting = self.steps[1:]
-        taken = sum(bool(row) for step in drafting for row in step.tokens)
+        counts = AcceptanceCounts.of(drafting)
         tokens = sum(len(row) for step in self.steps for row in step.tokens)
-        gained = sum(len(row) for step in drafting for row in step.tokens)
         seconds = sum(step.seconds for step in self.steps)
-        depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
         totals = {
             "tokens": tokens,
             "steps": len(drafting),
             "drafted": sum(sum(step.drafted) for step in drafting),
-            "accepted": sum(depths),
-            "accepted_length": gained / taken if taken else 1.0,
-            "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],
+            "accepted": sum(counts.by_depth),
+            "accepted_length": counts.tokens_per_step,
+            "accepted_by_depth": counts.shares,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds if seconds else float("nan"),
             "lossless": self.lossless,

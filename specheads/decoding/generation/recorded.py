@@ -21,7 +21,7 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.results import Step
+from specheads.decoding.results import AcceptanceCounts, Step
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.hf_base import text_config
 from specheads.decoding.verify.model_inputs import ModelInputs, input_device
@@ -182,12 +182,12 @@ def review(
         tokens += sum(len(step.tokens[0]) for step in (first, *others))
         drafting += others
         draft_reviews.append(drafter.reviews if others else ())
-    gained = sum(len(step.tokens[0]) for step in drafting)
+    counts = AcceptanceCounts.of(drafting)
     return {
         "tokens": tokens, "reviews": len(drafting),
         "draft_reviews": sum_columns(draft_reviews) if any(draft_reviews) else None,
-        "drafted": sum(step.drafted[0] for step in drafting), "accepted": sum(step.accepted[0] for step in drafting),
-        "accepted_length": gained / len(drafting) if drafting else 1.0,
+        "drafted": sum(step.drafted[0] for step in drafting), "accepted": sum(counts.by_depth),
+        "accepted_length": counts.tokens_per_step,
     }  # fmt: skip
 
 

@@ -4,13 +4,15 @@ measured on the same text."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig
 
+from specheads.decoding.results import AcceptanceCounts
 from specheads.terminal import Report
 from specheads.training.adapt.sessions import Prompt
+from specheads.training.parity import decode_counted
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -28,12 +30,11 @@ def measure(model: SpecModel, prompts: Sequence[Prompt], new_tokens: int, report
     model.generation_config = plain
     try:
         for done, prompt in enumerate(prompts, start=1):
-            ids = torch.tensor([prompt.ids], device=model.device)
-            out: Any = model.generate(ids, draft="head", max_new_tokens=new_tokens, return_dict_in_generate=True)
+            gained, _ = decode_counted(model, prompt.ids, draft="head", max_new_tokens=new_tokens)
             counts = measured.setdefault(prompt.domain, {"prompts": 0, "tokens": 0, "steps": 0})
             counts["prompts"] += 1
-            counts["steps"] += len(out.steps) - 1
-            counts["tokens"] += sum(len(step.tokens[0]) for step in out.steps[1:])
+            counts["steps"] += gained.steps
+            counts["tokens"] += gained.tokens
             if report:
                 report(done / len(prompts), f"{done} of {len(prompts)} texts")
     finally:
@@ -43,7 +44,7 @@ def measure(model: SpecModel, prompts: Sequence[Prompt], new_tokens: int, report
 
 def accepted_length(counts: dict[str, int]) -> float:
     """Tokens a step; 1 where no step was needed."""
-    return counts["tokens"] / counts["steps"] if counts["steps"] else 1.0
+    return AcceptanceCounts(counts["steps"], counts["tokens"]).tokens_per_step
 
 
 def together(measured: Measured, domains: Sequence[str]) -> float:

@@ -1,0 +1,1 @@
+"""Certificates: what an exported head did in the engine that it was exported for."""

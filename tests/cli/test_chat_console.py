@@ -287,11 +287,13 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless, tmp_pa
         terminal.wait_for("stopped")
         terminal.wait_for("auto (stopped)")
         terminal.wait_for("> ")
-        tab = "\t" if find_spec("prompt_toolkit") else "_new_tokens "
-        terminal.type(f"/max{tab}4\r")  # Tab completes it
+        completes = find_spec("prompt_toolkit") is not None
+        terminal.type("/max\t" if completes else "/max_new_tokens ")
+        terminal.wait_for("new_tokens")
+        terminal.type("4\r")
         terminal.wait_for("/max_new_tokens: 4")
         terminal.wait_for("> ")
-        terminal.type("/chat of\t\r" if find_spec("prompt_toolkit") else "/chat off\r")
+        terminal.type("/chat off\r")
         terminal.wait_for("/chat: off")
         terminal.wait_for("> ")
         terminal.type('"""y\r= """\r')

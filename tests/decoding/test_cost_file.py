@@ -57,10 +57,12 @@ def test_costs_of_other_versions_are_used_with_one_line_that_says_so(tmp_path, c
 
 
 def test_curves_are_shipped_for_every_device():
-    for compiled, device in itertools.product([False, True], ["cpu", "cuda", "mps"]):
-        shipped = shipped_costs(device, compiled=compiled).for_rows(1)
+    for compiled, large, device in itertools.product([False, True], [False, True], ["cpu", "cuda", "mps"]):
+        shipped = shipped_costs(device, compiled=compiled, large=large).for_rows(1)
         assert 1.2 * shipped.step(1, 1, 128) > shipped.step(1, 1, 64)
         assert make_candidates(shipped, 1, 5, head=True, compiled=compiled).chains
+    small, large = (shipped_costs("cpu", large=large).for_rows(1) for large in (False, True))
+    assert large.step(1, 8, 128) / large.step(1, 1, 128) < small.step(1, 8, 128) / small.step(1, 1, 128)
 
 
 def test_a_shape_that_was_timed_as_a_whole_costs_what_it_took(tmp_path):

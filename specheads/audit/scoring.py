@@ -18,6 +18,7 @@ from specheads.audit.settings import Settings, process
 ROWS, EXTRA = 3, 5  # the second pass: so many equal rows, each with so many tokens more
 # A server's rounding error is a second draw of ours: its distance to us is taken as at most twice what we measure.
 SAFETY = 2.0
+ROUNDINGS = 4  # of float32, that a score may be off at least
 
 
 class ForeignToken(ValueError):
@@ -79,12 +80,14 @@ class Scorer:
 def rounding(scores: Tensor, again: Tensor) -> tuple[float, float]:
     """(margin, shift) from two passes' scores (n, V), SAFETY times the largest of the text.
 
-    margin: two scores' errors together. shift: the total variation of the two distributions.
+    margin: two scores' errors together; at least those of a few roundings of float32, as two passes may sum alike where
+    a server does not. shift: the total variation of the two distributions.
     """
     both = scores.isfinite() & again.isfinite()
     error = torch.where(both, scores - again, 0.0).abs().max()
+    least = ROUNDINGS * torch.finfo(torch.float32).eps * torch.where(both, scores, 0.0).abs().max()
     shift = (scores.softmax(-1) - again.softmax(-1)).abs().sum(-1).max() / 2
-    return SAFETY * 2 * float(error), SAFETY * float(shift)
+    return SAFETY * 2 * float(torch.maximum(error, least)), SAFETY * float(shift)
 
 
 def cut(uncut: Tensor, settings: Settings, margin: float, shift: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from specheads.audit import checks
 from specheads.audit.bets import BET_NAMES, EarlierAnswers, bet
 from specheads.audit.logprobs import LogprobWatch
-from specheads.audit.scoring import ScoredText
+from specheads.audit.scoring import ScoredText, rounding
 from specheads.audit.settings import Settings, process
 from specheads.audit.verdict import Verdict
 
@@ -176,6 +176,14 @@ def test_reported_log_probabilities_are_read_by_the_definition_that_fits():
         assert "text 3, token 3" in str(result)
     watch.add(text, None)
     assert "1 of 4 texts came without any" in str(watch.result())
+
+
+def test_two_passes_that_sum_alike_still_leave_room_for_a_few_roundings():
+    scores = torch.randn(3, 50, dtype=torch.float32) * 10
+    margin, shift = rounding(scores, scores.clone())
+    assert 1e-6 * scores.abs().max() < margin < 1e-5 * scores.abs().max() and shift == 0
+    scores[0, 0] = -torch.inf
+    assert rounding(scores, scores + 1.0)[0] >= 4.0
 
 
 def test_settings_refuse_what_has_no_meaning():

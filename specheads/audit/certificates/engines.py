@@ -35,6 +35,7 @@ from specheads.options import OptionError, refuse_unknown
 
 START = 1800.0  # seconds that an engine may take to load and compile
 STOP = 30.0  # seconds that it may take to end by itself
+LAST_MOMENTS = 5.0  # seconds between its last answer and its end
 ASK_VERSIONS = """
 import json, platform, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -140,8 +141,10 @@ class Engine(ABC):
                 _wait(process, url, lambda: self._ended("did not start", log.name))
                 yield self.client(url, exported)
             except ServerError as error:
-                if process.poll() is None:
-                    raise
+                try:
+                    process.wait(LAST_MOMENTS)  # its connections end before it does
+                except subprocess.TimeoutExpired:
+                    raise error from None
                 raise self._ended("ended during the audit", log.name) from error
             finally:
                 _stop(process)

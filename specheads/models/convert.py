@@ -24,7 +24,7 @@ from specheads.decoding.verify.hf_base import (
 from specheads.heads import HeadConfig, head_config
 from specheads.hub import hub_options
 from specheads.models.base.fingerprint import record_base
-from specheads.models.base.loading import as_dtype, load_language_model
+from specheads.models.base.loading import as_dtype, keep_4bit_layout, load_language_model
 from specheads.models.base.lora import JointConfig, attach
 from specheads.models.checkpoint import build_head
 from specheads.models.config import SpecConfig
@@ -54,6 +54,7 @@ def convert(
     if isinstance(base, str | os.PathLike):
         base = load_language_model(base, **hub_options(base))
     base = unwrapped(base)
+    keep_4bit_layout(base)
     refuse_unsupported(base)
     lm_head = base.get_output_embeddings()
     if not has_floating_weight(lm_head) and not isinstance(lm_head, Int8Linear):

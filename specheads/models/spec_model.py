@@ -26,6 +26,7 @@ from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
+from specheads.models.base.loading import keep_4bit_layout
 from specheads.models.base.lora import JointConfig, adapters, base_loss, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.costs import auto_drafter
@@ -54,6 +55,7 @@ class SpecModel(PreTrainedModel):
 
     def __init__(self, config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> None:
         super().__init__(config)
+        keep_4bit_layout(base)
         self.base = base.requires_grad_(False).eval()
         self.config.describe_base(base.config)
         self.head = head

@@ -73,7 +73,8 @@ def test_links_work_where_pypi_shows_the_readme(metadata):
     assert targets and all("://" in target or target.startswith("#") for target in targets)
     for target in targets:
         if target.startswith(address):
-            assert (ROOT / target.removeprefix(f"{address}/blob/main/").partition("#")[0]).exists(), target
+            path = re.sub(f"^{address}/(blob|raw)/main/", "", target)  # raw: a picture
+            assert (ROOT / path.partition("#")[0]).exists(), target
     assert metadata["description"](None) == (ROOT / "README.md").read_text("utf8")
     assert metadata["urls"](address)["Issues"] == f"{address}/issues" and metadata["urls"](None) == {}
 

@@ -212,7 +212,7 @@ THEIRS_REFUSED = [
     (
         "dspark",
         {"speculators_model_type": "ours", "architectures": []},
-        "of type 'ours'; eagle3, dflash, dflash2 and d",
+        "of type 'ours'; eagle, eagle3, peagle, mtp, dflash, dflash2 and d",
     ),
     ("dflash", {"block_size": 1}, "one slot"),
     (

@@ -77,7 +77,7 @@ INDICES = {
     "a pickle": ({"fc.weight": "pytorch_model.bin"}, r"'pytorch_model\.bin'; expected the name of a .safetensors"),
     "dots": ({"fc.weight": ".."}, "expected the name of a .safetensors file"),
     "nothing": ({"fc.weight": ""}, "expected the name of a .safetensors file"),
-    "a number": ({"fc.weight": 3}, "has fc.weight in '3'"),
+    "a number": ({"fc.weight": 3}, "has fc.weight in 3"),
     "a long name": ({"fc.weight": "x" * 10**5}, "expected the name of a .safetensors file"),
     "many files": ({f"{i}.weight": f"{i}.safetensors" for i in range(100)}, "names 103 files; a head has at most 64"),
 }  # fmt: skip

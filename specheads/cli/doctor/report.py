@@ -26,6 +26,7 @@ REQUIRED = {
     "pyyaml": "recipes",
     "rich": "tables and colours in the terminal",
     "typer": "this command",
+    "prompt_toolkit": "completion and history in chat",
 }
 OPTIONAL = {
     "deepspeed": "ZeRO: the launch configs accelerate/zero1, zero2 and zero3",

@@ -31,7 +31,7 @@ class DoctorOptions(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions(Output):
-    """Show what a head checkpoint holds, and what was certified of an export.
+    """Show what a head checkpoint holds, and an export's certificate.
 
     \b
     Examples:

@@ -54,8 +54,8 @@ class SpeculatorsEagle3(Format):
         config = files.config
         if (kind := config.get("speculators_model_type")) != self.name.lower():
             raise CheckpointError(
-                f"{files} is a speculators head of type {shown(kind)}; eagle3, peagle, dflash, dflash2 and dspark ones "
-                "are read"
+                f"{files} is a speculators head of type {shown(kind)}; eagle, eagle3, peagle, mtp, dflash, dflash2 and "
+                "dspark ones are read"
             )
         if "norm_before_residual" not in config:
             raise CheckpointError(

@@ -66,14 +66,16 @@ def test_a_head_learns_beside_a_quantised_base_and_both_come_back(kind, options,
         assert torch.equal(drafted, plain)
 
 
-def test_a_base_whose_weights_a_pass_laid_out_anew_is_refused(folder):
+def test_a_base_whose_weights_a_pass_has_packed_is_refused(folder):
     base = load(folder, 4).eval()
     layer = base.model.layers[0].self_attn.q_proj
     if not getattr(layer, "support_avx512bf16_for_cpu", False):
-        pytest.skip("bitsandbytes lays weights out anew only on CPUs with AVX512-BF16")
+        pytest.skip("bitsandbytes packs weights only on CPUs with AVX512-BF16")
     with torch.no_grad():
         base(torch.tensor([[5, 6, 7]]))
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: a pass has laid .* load the base again"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.q_proj: its first pass has packed .* load the base again"
+    ):
         convert(base, "medusa")
 
 

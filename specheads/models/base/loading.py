@@ -207,15 +207,15 @@ def quantization_options(recorded: dict[str, Any] | None, name: str, **options: 
 
 
 def keep_4bit_layout(base: torch.nn.Module) -> None:
-    """Let layers of bitsandbytes leave their 4-bit weights as they are. On a CPU with AVX512-BF16 a layer lays them out
-    anew in its first pass, and its state_dict() puts other weights back (bitsandbytes 0.50.2). ValueError if it has."""
+    """Let layers of bitsandbytes leave their 4-bit weights as they are. On a CPU with AVX512-BF16 a layer packs them in
+    its first pass, and its state_dict() unpacks them with other scales (bitsandbytes 0.50.2). ValueError if it has."""
     layers: Any = base.named_modules()
     for name, layer in layers:
         if not getattr(layer, "support_avx512bf16_for_cpu", False):
             continue
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
             raise ValueError(
-                f"{name}: a pass has laid its 4-bit weights out anew, and saving would change them (a fault of "
+                f"{name}: its first pass has packed its 4-bit weights, and saving would change them (a fault of "
                 "bitsandbytes on this processor); load the base again, and attach the head before its first pass"
             )
         layer.support_avx512bf16_for_cpu = False

@@ -17,7 +17,7 @@ from specheads.heads import Eagle3Config, ParallelConfig
 from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import forms, parallel
-from specheads.models.formats.eagle import eagle3, peagle
+from specheads.models.formats.eagle import eagle3_parts, peagle
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format
 from specheads.models.formats.keys.config_table import flag, table, whole, wholes
@@ -62,20 +62,20 @@ class SpeculatorsEagle3(Format):
                 f"{files}: its config does not say norm_before_residual, which vLLM takes for true and others for "
                 "false; write what it was trained with into config.json"
             )
-        return eagle3.read_options(files, config, table(config, _BLOCK), base)
+        return eagle3_parts.read_options(files, config, table(config, _BLOCK), base)
 
     def names(self, head: Eagle3Config, stored: Collection[str] = ()) -> dict[str, str]:
-        return eagle3.tensor_names(head, "layers.0.")
+        return eagle3_parts.tensor_names(head, "layers.0.")
 
     def translate(self, files: Files, head: Eagle3Config, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return eagle3.translate_shared(files, head, base, table(files.config, _BLOCK))
+        return eagle3_parts.translate_shared(files, head, base, table(files.config, _BLOCK))
 
     def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         wrong = [peagle.refusal_reason(head, self.name == "PEagle"), refusal_reason(head.taps or (), base)]
-        return [reason for reason in [*wrong, *eagle3.qwen3_bias_refusals(head)] if reason]
+        return [reason for reason in [*wrong, *eagle3_parts.qwen3_bias_refusals(head)] if reason]
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
-        norms = {theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}
+        norms = {theirs: getattr(head, ours) for theirs, ours in eagle3_parts.NORMS.items()}
         layers, block = {KEY: boundaries(head.taps or (), base)}, "qwen3" if head.qk_norm else "llama"
         keys = {**norms, "embed_requires_grad": head.own_embeddings, **layers, **self.more_keys(head)}
         return _config(self.name, head, tensors, base, keys, block)
@@ -84,7 +84,7 @@ class SpeculatorsEagle3(Format):
         return {}
 
     def rename(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Tensor]:
-        return super().rename(head, tensors, base) | eagle3.computed_tensors(head, tensors)
+        return super().rename(head, tensors, base) | eagle3_parts.computed_tensors(head, tensors)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from specheads.models.formats.eagle.eagle3_parts import (
     read_options,
     tensor_names,
     translate_shared,
-)  # fmt: skip
+)
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format
 from specheads.models.formats.keys.config_table import architectures

@@ -31,7 +31,7 @@ def test_it_names_the_model_on_the_hub_and_is_small():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BASE, reason="SPECHEADS_REAL names no folder with Qwen2.5-Coder-0.5B-Instruct")
-def test_beside_the_model_it_drafts_two_tokens_in_three_steps_and_leaves_the_text(hf_log):
+def test_beside_the_model_two_steps_give_three_tokens_and_the_text_is_its_own(hf_log):
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.bfloat16).eval()
     model, tokenizer = SpecModel.from_pretrained(HEAD, base=base), AutoTokenizer.from_pretrained(BASE)
     assert not [record for record in hf_log.records if record.levelname in ("WARNING", "ERROR")]

@@ -56,6 +56,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_pa
     assert record["complete"] and record["environment"]["torch"] and record["command"].startswith("specheads")
     assert len(record["rounds"]) == 2 * 2 * (4 + 2) and record["floor"]["weight_bytes"] > 0
     names = ["transformers", *texts]
+    assert record["engines"] == {name: "transformers" if name == "transformers" else "specheads" for name in names}
     cells = {(row["batch"], row["temperature"]) for row in record["rows"]}
     assert cells == {(1, 0.0), (1, 0.8), (2, 0.0), (2, 0.8)}
     assert [row["decoder"] for row in record["rows"]] == names * 4

@@ -206,12 +206,6 @@ def parse_decoder(text: str) -> DecoderSpec:
         raise ValueError(f"decoder {text!r}: {error}") from error
 
 
-def engine_of(text: str) -> str:
-    """The program that runs the decoder that a text names: specheads, transformers, or a peer."""
-    spec = parse_decoder(text)
-    return spec.peer or spec.engine
-
-
 def exact_twin(name: str) -> str:
     """The text of the decoder with the same drafts under the exact rule."""
     return " ".join(word for word in name.split(" ") if not word.startswith("accept="))

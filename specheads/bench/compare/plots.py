@@ -29,8 +29,9 @@ def speed_ups(record: dict[str, Any], look: pictures.Look, *, across: int = 4) -
     order = sorted(cells, key=lambda cell: (sets.index(cell.prompts), cell.temperature, cell.top_k, cell.batch))
     across = min(across, len(order), _in_line(order))
     names = list(dict.fromkeys(row["decoder"] for row in record["rows"]))
-    engines = [*dict.fromkeys(row.get("engine", "specheads") for row in record["rows"])]
-    colors = dict(zip(sorted(engines, key=lambda engine: engine != "specheads"), look.colors, strict=False))
+    engine_of = {name: record.get("engines", {}).get(name, "specheads") for name in names}
+    engines = sorted({*engine_of.values()}, key=lambda engine: (engine != "specheads", engine))
+    colors = dict(zip(engines, look.colors, strict=False))
     colors["transformers"] = look.soft
     widest = 0.075 * max(map(len, names))  # inches
     whole, panels = pictures.panels(
@@ -45,7 +46,7 @@ def speed_ups(record: dict[str, Any], look: pictures.Look, *, across: int = 4) -
             if value is None:
                 continue
             low, high = row["speed_up_interval"] or (value, value)
-            panel.barh(level, value, height=0.72, color=colors[row.get("engine", "specheads")])
+            panel.barh(level, value, height=0.72, color=colors[engine_of[row["decoder"]]])
             if high > low:
                 panel.errorbar(value, level, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], ecolor=look.ink,
                                capsize=2, elinewidth=1)  # fmt: skip

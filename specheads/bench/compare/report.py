@@ -10,7 +10,7 @@ from typing import Any
 
 from specheads.bench import cost, environment
 from specheads.bench.compare.decoder_spec import Cell, by_cell
-from specheads.bench.compare.decoder_texts import engine_of, exact_twin
+from specheads.bench.compare.decoder_texts import exact_twin
 from specheads.bench.compare.plots import pictures_of
 from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.figures.samples import GRAM, POSITIONS, Round, figures, work_of
@@ -68,7 +68,7 @@ def rows_of(
                 swi = cost.walltime_improvement(row["gained"], row["reviews"], (costs or {})[name])
             rows.append({
                 **vars(cell), "decoder": name, "reference": name == reference, "lossless": is_lossless(name), **row,
-                "swi": swi, "engine": engine_of(name),
+                "swi": swi,
                 "over_exact": None if exact == name else over(served, name, exact),
                 "step_over_floor": _over(row["step_seconds"], floor_seconds),
                 "verify_over_floor": _over(row["verify_seconds"], floor_seconds),

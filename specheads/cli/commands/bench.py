@@ -83,6 +83,7 @@ def bench(options: BenchOptions, command: str = "") -> dict[str, Any]:
         "prompt_sets": {
             prompt_set.name: {"prompts": len(prompt_set.ids), "note": prompt_set.note} for prompt_set in sets
         },
+        "engines": {name: spec.peer or spec.engine for name, spec in specs.items()},
         "left_out": outcome.left_out, "rows": rows, "rounds": outcome.rounds,
     }  # fmt: skip
     files = report.write(options.out, record, plots=options.plots and options.record is None)

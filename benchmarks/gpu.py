@@ -1,6 +1,7 @@
 """Checks correctness and speed on an accelerator, with random weights, in one command of ten minutes.
 
     python benchmarks/gpu.py --out docs/benchmarks
+    python benchmarks/gpu.py --head org/head --base org/model --prompts questions.jsonl --out runs/gpu
     python benchmarks/gpu.py --toy --out runs/gpu      # all of it in tiny sizes, on a CPU
 
 1. Correctness: greedy texts in float32 equal transformers' generate(), sampled ones pass a G-test, both also compiled.
@@ -9,10 +10,12 @@
 4. A step after 400, 8,000 and 32,000 tokens, beside the time to read its keys and values.
 5. Attention of one layer, torch's and split over the keys, beside that time.
 
-The base is an 8B-shaped Llama in bfloat16 if it takes at most half of the memory (--base chooses another). gpu.json and
-gpu.md are written after each section, so a run that is cut off keeps its results; it does not resume. Each section has
-a share of --seconds, starts nothing after that, and lists what it skipped. Exit code 1 if a text is wrong, a section
-failed, or the library warned, for example of a step that could not be compiled.
+With --head, first of all: whole texts of that head and its base, eager and compiled, beside transformers' generate().
+
+The base of 1 to 5 is an 8B-shaped Llama in bfloat16 if it takes at most half of the memory (--size chooses another).
+gpu.json and gpu.md are written after each section, so a run that is cut off keeps its results; it does not resume. Each
+section has a part of --seconds, starts nothing after that, and lists what it skipped. Exit code 1 if a text is wrong, a
+section failed, or the library warned, for example of a step that could not be compiled.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_sections import attention, context, correctness, nodes, speed
+from gpu_sections import attention, context, correctness, nodes, speed, trained
 from gpu_sections.machine import Machine
 from gpu_sections.sizes import SIZES, largest
 from gpu_sections.timing import Deadline
@@ -35,7 +39,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.bench import environment, report
 
-# Name → the function that measures it, its title, its columns, its share of --seconds.
+# Name → the function that measures it, its title, its columns, its part of --seconds.
 SECTIONS: dict[str, tuple[Callable[[Machine, Deadline], dict[str, Any]], str, Sequence[str], float]] = {
     "correctness": (
         lambda machine, deadline: correctness.measure(machine.sizes, machine.device, deadline),
@@ -60,16 +64,21 @@ LEGEND = (
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for gpu.md and gpu.json")
-    parser.add_argument("--base", choices=list(SIZES), help="default: the largest that fits the device")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU: --base toy --device cpu")
+    parser.add_argument("--head", help="a trained head's folder or hub id, timed with its base")
+    parser.add_argument("--base", help="the model of --head, where its own config does not find it")
+    parser.add_argument("--prompts", type=Path, help="questions for --head (.jsonl); default: held-out Python files")
+    parser.add_argument("--size", choices=list(SIZES), help="of the random base; default: the largest that fits")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU: --size toy --device cpu")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=600, help="time for all sections; 600 by default")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="only these sections")
+    parser.add_argument("--only", nargs="+", choices=["trained", *SECTIONS], help="only these sections")
     options = parser.parse_args(arguments)
+    if options.head is None and (options.base or options.prompts or "trained" in (options.only or ())):
+        parser.error("--base, --prompts and the section trained go with --head")
 
     hf_logging.disable_progress_bar()
     device = torch.device("cpu" if options.toy else options.device)
-    sizes = SIZES["toy" if options.toy else options.base] if options.toy or options.base else largest(device)
+    sizes = SIZES["toy" if options.toy else options.size] if options.toy or options.size else largest(device)
     machine = Machine(sizes, device)
     warnings = Warnings()
     logging.getLogger("specheads").addHandler(warnings)
@@ -78,10 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command": f"python benchmarks/gpu.py {given}", "environment": environment.environment(),
         "device": str(device), "base": machine.to_dict(), "sections": {},
     }  # fmt: skip
-    for name in options.only:
-        measure, title, columns, share = SECTIONS[name]
+    sections = dict(SECTIONS)
+    if options.head is not None:
+        sections = {"trained": (partial(measure_trained, options), trained.TITLE, (), 0.3), **sections}
+    chosen = options.only or list(sections)
+    parts = sum(sections[name][-1] for name in chosen)
+    for name in chosen:
+        measure, title, columns, part = sections[name]
         print(f"{title} …", flush=True)
-        deadline, began = Deadline(share * options.seconds), time.perf_counter()
+        deadline, began = Deadline(part / parts * options.seconds), time.perf_counter()
         try:
             found = measure(machine, deadline)
         except Exception as error:  # the other sections may still give results
@@ -95,12 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.write(options.out, "gpu", as_markdown(record), record)
     logging.getLogger("specheads").removeHandler(warnings)
     print(as_markdown(record))
-    sections = record["sections"].values()
-    return int(bool(warnings.messages) or any("error" in one or not one.get("right", True) for one in sections))
+    done = record["sections"].values()
+    return int(bool(warnings.messages) or any("error" in one or not one.get("right", True) for one in done))
+
+
+def measure_trained(options: argparse.Namespace, machine: Machine, deadline: Deadline) -> dict[str, Any]:
+    return trained.measure(options.head, options.base, options.prompts, machine.device, deadline)
 
 
 class Warnings(logging.Handler):
-    """Collects the library's warnings, such as of a step that could not be compiled, but not that it is compiling."""
+    """Collects the library's warnings, such as of a step that could not be compiled, but not that it is compiling, or
+    whose costs `draft="auto"` begins with."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -108,7 +127,7 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if not message.startswith(("compiling ", "compiled ")) and message not in self.messages:
+        if not message.startswith(("compiling ", "compiled ", "draft='auto' uses ")) and message not in self.messages:
             self.messages.append(message)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from gpu_sections.machine import Machine
 from gpu_sections.successor import prompts
 from gpu_sections.timing import Deadline, peak_memory
@@ -21,28 +23,40 @@ ACCEPTED = (1, 2, 3, 4)  # tokens a step that are forced; without compiling the 
 
 
 def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
-    """Decoders take turns at each prompt. Those that are not warm when a third of the time is left are skipped."""
     sizes = machine.sizes
     batches = prompts(sizes, sizes.prompts, sizes.prompt, machine.device)
+    return measure_in_turn(
+        all_decoders(machine), batches, deadline, machine.device, repeats=sizes.repeats,
+        floor_seconds=machine.floor.seconds, prompts="random",
+    )  # fmt: skip
+
+
+def measure_in_turn(
+    decoders: dict[str, Decoder], batches: list[dict[str, Any]], deadline: Deadline, device: torch.device, *,
+    repeats: int, floor_seconds: float, prompts: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Decoders take turns at each prompt. Those that are not warm when a third of the time is left are skipped.
+
+    decoders: by name, the reference among them. floor_seconds: of a pass of the base. prompts: where they come from."""
     warm: dict[str, Decoder] = {}
     peaks: dict[str, int] = {}
     warming = Deadline(deadline.seconds * 2 / 3, deadline.began, deadline.skipped)
-    for name, decoder in all_decoders(machine).items():
+    for name, decoder in decoders.items():
         if name == REFERENCE or not warming.over(name):
             decoder(batches[0], None)
-            with peak_memory(machine.device) as peak:
+            with peak_memory(device) as peak:
                 decoder(batches[0], None)
             peaks[name] = peak.bytes
             warm[name] = decoder
             print(f"  warm: {name}", flush=True)
     left = max(1.0, deadline.seconds / 3)
-    result = race(warm, batches, repeats=sizes.repeats, budget=left)
+    result = race(warm, batches, repeats=repeats, budget=left)
     done = sum(map(len, result.runs[REFERENCE]))
-    if done < sizes.repeats * len(batches):
-        deadline.skipped.append(f"{sizes.repeats * len(batches) - done} of {sizes.repeats * len(batches)} rounds")
-    cell = {"prompts": "random", "batch": 1, "temperature": 0.0}
+    if done < repeats * len(batches):
+        deadline.skipped.append(f"{repeats * len(batches) - done} of {repeats * len(batches)} rounds")
+    cell = {"prompts": prompts, "batch": 1, "temperature": 0.0}
     rounds = [{**cell, **one} for one in rounds_of(result, REFERENCE)]
-    rows = rows_of(rounds, REFERENCE, machine.floor.seconds)
+    rows = rows_of(rounds, REFERENCE, floor_seconds)
     (table, *_) = tables(rows)
     return {
         "columns": [*table.columns, "peak, MB"],

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu
-from gpu_sections import attention, correctness, nodes
+from gpu_sections import attention, correctness, nodes, trained
 from gpu_sections.sizes import SIZES
 from gpu_sections.timing import Deadline
 
@@ -123,3 +123,25 @@ def test_the_g_test_is_calibrated_and_sees_a_small_difference():
     assert 1 <= sum(p < 0.05 for p in found) <= 24
     other = probs * torch.where(torch.arange(64) % 2 == 0, 1.15, 0.85)
     assert max(correctness.g_test(torch.bincount(row, minlength=64).double(), other) for row in draws) < 1e-3
+
+
+def test_a_trained_head_is_timed_with_its_own_base_and_writes_its_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(trained, "DECODERS", ("transformers", "plain", "head tree=chain:3", "head auto"))
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"text": f"def area_{n}(width, height):\n"}) + "\n" for n in range(3)))
+    head, device = str(Path(__file__).resolve().parents[2] / "checkpoints" / "eagle3"), torch.device("cpu")
+    deadline = Deadline(3600)
+    section = trained.measure(head, None, file, device, deadline, count=2, new=12, repeats=1)
+    rows = {row["decoder"]: row for row in section["rows"]}
+    assert list(rows) == list(trained.DECODERS) and not deadline.skipped
+    assert all(row["same_text"] == row["texts"] == 2 for row in rows.values())
+    assert rows["plain"]["accepted_length"] == 1 < rows["head tree=chain:3"]["accepted_length"]
+    assert section["base"].endswith("base") and section["floor"]["weight_bytes"] > 30e6
+
+
+def test_what_belongs_to_a_head_is_refused_without_one(tmp_path, capsys):
+    for words in (["--base", "org/model"], ["--prompts", "questions.jsonl"], ["--only", "trained"]):
+        with pytest.raises(SystemExit):
+            gpu.main([*words, "--toy", "--out", str(tmp_path)])
+        assert "go with --head" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

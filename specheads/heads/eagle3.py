@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads.base import TapBatch
-from specheads.heads.layers.block import RMSNorm, copy_norm, final_norm, soften
+from specheads.heads.layers.block import DecoderBlock, RMSNorm, copy_norm, final_norm, soften
+from specheads.heads.layers.latent import LatentBlock, LatentSizes
+from specheads.heads.layers.rope import SHARE, RotaryTable
 from specheads.heads.unrolled import FeatureConfig, FeatureHead
 from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary, check_mask_token
 
@@ -33,6 +35,9 @@ class Eagle3Config(FeatureConfig):
     own_embeddings: the head has and trains token embeddings of its own, which start as the base's.
     mask_token_id: every depth after the first reads this token's embedding and a trained vector, in place of the token
       drafted before and the output there, so one pass drafts all depths: P-EAGLE, arXiv:2602.01469. None: EAGLE-3.
+    kv_lora_rank: its blocks have latent attention (MLA), as heads of Kimi-K2.5 and DeepSeek-V3, with keys and values
+      made from this many numbers a position. Then head_dim is the size of a query or key, of which qk_rope_head_dim
+      are rotated, v_head_dim that of a value, and queries are made from q_lora_rank numbers, if it is given.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -48,16 +53,56 @@ class Eagle3Config(FeatureConfig):
     norm_output: bool = False
     own_embeddings: bool = False
     mask_token_id: int | None = None
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_latent()
         check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
         if self.norm_features and self.norm_before_fc:
             raise ValueError("eagle3 head options norm_features and norm_before_fc: give one of them, not both")
 
+    def _check_latent(self) -> None:
+        said, rank, rotated, values = "eagle3 head option", self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
+        if rank is None:
+            if given := [name for name in ("q_lora_rank", "qk_rope_head_dim", "v_head_dim") if getattr(self, name)]:
+                raise ValueError(f"{said} {given[0]} is of latent attention: give kv_lora_rank too, or leave it out")
+            return
+        if not (rotated and values and self.head_dim):
+            raise ValueError(f"{said} kv_lora_rank={rank} needs head_dim, qk_rope_head_dim and v_head_dim too")
+        if rotated % 2 or rotated >= self.head_dim or values > self.head_dim:
+            raise ValueError(
+                f"{said}s qk_rope_head_dim={rotated}, v_head_dim={values}: with head_dim={self.head_dim} the first "
+                "must be even and smaller, and the second at most as large"
+            )
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            raise ValueError(
+                f"{said} num_key_value_heads: with kv_lora_rank each attention head has its own, so leave it out"
+            )
+        if other := [name for name in ("attention_bias", "qk_norm") if getattr(self, name)]:
+            raise ValueError(f"{said} {other[0]}: blocks with kv_lora_rank have none")
+        if (self.rope_parameters or {}).get(SHARE, 1) != 1:
+            raise ValueError(f"{said} rope_parameters: with kv_lora_rank, qk_rope_head_dim says which part is rotated")
+
     @property
     def output_size(self) -> int | None:
         return self.draft_vocab_size or self.vocab_size
+
+    def block(self, input_size: int) -> DecoderBlock:
+        if self.kv_lora_rank is None:
+            return super().block(input_size)
+        assert self.qk_rope_head_dim and self.v_head_dim and self.rope_parameters
+        latent = LatentSizes(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
+        return LatentBlock(latent=latent, rope=self.rope_parameters, input_size=input_size, **self.block_sizes())
+
+    def rotary(self) -> RotaryTable:
+        if self.qk_rope_head_dim is None:
+            return super().rotary()
+        assert self.rope_parameters
+        return RotaryTable(self.qk_rope_head_dim, self.rope_parameters)
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
@@ -76,6 +121,8 @@ class Eagle3Config(FeatureConfig):
                 "%s: a base of %d layers has too few for %d taps: the head reads layers %s, some more than once",
                 self.kind, layer_count(base_config), len(taps), ", ".join(map(str, taps)),
             )  # fmt: skip
+        if self.kv_lora_rank is not None:
+            defaults["num_key_value_heads"] = defaults["num_attention_heads"]
         return {**defaults, "draft_vocab_size": min(base_config.vocab_size, USUAL_DRAFT_VOCABULARY)}
 
 

@@ -6,7 +6,7 @@ import torch
 from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
 from specheads.decoding.tree import DraftTree
 from tests.reference.foreign_rope import PARTIAL, SCALED
-from tests.reference.slow_heads import FORMS, KINDS, WINDOWED, taps
+from tests.reference.slow_heads import FORMS, KINDS, LATENT, WINDOWED, taps
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.prompts import PROMPTS, padded
 
@@ -64,6 +64,7 @@ class Forced:
         ("parallel", {"sample_from_anchor": False, "block_size": 5}),
         ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
         ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "rope_parameters": PARTIAL, "own_embeddings": True}),
+        ("eagle3", {"num_layers": 2, **LATENT}),
         *WINDOWED,
         *(("parallel", {**options, "block_size": 5}) for options in FORMS.values()),
     ],

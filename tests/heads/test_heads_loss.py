@@ -6,7 +6,7 @@ import torch
 from specheads.data.datasets import Collator, pack
 from specheads.losses.metrics import accepted_length
 from specheads.losses.targets import ENDED
-from tests.reference.slow_heads import FORMS, KINDS, SLOW, WINDOWED, rows
+from tests.reference.slow_heads import FORMS, KINDS, LATENT, SLOW, WINDOWED, rows
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
 
@@ -24,6 +24,7 @@ HEADS = [
     ("eagle3", {"norm_features": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": False, "num_layers": 2}),
     ("eagle3", {"qk_norm": True, "hidden_act": "gelu", "own_embeddings": True}),
+    ("eagle3", {"num_layers": 2, **LATENT}),
     ("eagle3", {"mask_token_id": 5, "num_layers": 2, "norm_features": True}),
     ("eagle3", {"mask_token_id": 5, "own_embeddings": True, "sliding_window": 3}),
     ("eagle", {"qk_norm": True, "num_layers": 2, "hidden_act": "gelu_pytorch_tanh", "rope_parameters": PARTIAL}),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from specheads import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, UnsupportedModel, convert
+from tests.reference.slow_heads import LATENT
 from tests.support.tiny_models import tiny_llama, with_adapter
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
@@ -78,6 +79,10 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle", {"taps": [1, 2]}, "one layer"),
         ("eagle3", {"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the base's vocabulary of 97"),
         ("eagle3", {"norm_features": True, "norm_before_fc": True}, "one of them, not both"),
+        ("eagle3", {"v_head_dim": 8}, "v_head_dim is of latent attention: give kv_lora_rank too"),
+        ("eagle3", {"kv_lora_rank": 8}, "kv_lora_rank=8 needs head_dim, qk_rope_head_dim and v_head_dim too"),
+        ("eagle3", {**LATENT, "v_head_dim": 11}, "v_head_dim=11: with head_dim=10 .* the second at most as large"),
+        ("eagle3", {**LATENT, "qk_norm": True}, "qk_norm: blocks with kv_lora_rank have none"),
         ("medusa", {"dtype": "int8"}, "dtype='int8' is not a floating point type"),
         ("medusa", {"dtype": "bf17"}, "dtype='bf17' is not a floating point type"),
     ],

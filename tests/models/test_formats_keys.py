@@ -240,7 +240,6 @@ OTHERS = {
     "a ReDrafter": {"model_type": "recurrent_drafting_drafter"},
     "an EAGLE head in vLLM's wrapper": {"model_type": "eagle", "model": {"model_type": "llama"}},
     "a DSpine head": {"architectures": ["DSpineDraftModel"], "dspine_config": {}},
-    "an EAGLE-3 head with latent attention": {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4},
     "an EAGLE-3 head whose config has the model_type of its target": {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "phi3", "draft_vocab_size": 97
     },

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from specheads import CheckpointError, SpecModel
-from tests.reference import foreign, foreign_blocks
+from tests.reference import foreign, foreign_blocks, slow_heads
 from tests.reference.foreign import HEAD_DIM, PLAIN, Random, write
-from tests.reference.foreign_rope import PARTIAL
+from tests.reference.foreign_rope import PARTIAL, SCALED
 from tests.support.assert_drafts import assert_drafts, embeddings
 from tests.support.export_files import assert_comes_back, made, tensors_in
 
@@ -102,6 +102,8 @@ def test_embeddings_that_were_trained_are_the_heads_own(form, base, tmp_path):
     assert model.head.embed_tokens.weight.requires_grad and torch.equal(model.head.embed_tokens.weight, own)
 
 
+MSCALED = SCALED["yarn with mscale"]
+LATENT = {**slow_heads.LATENT, "num_key_value_heads": None}
 MASKED = {"mask_token_id": 9, "num_layers": 2, "norm_features": True}
 OUT = [
     ("vllm", {**MASKED, "own_embeddings": True}, PLAIN, F.silu), ("speculators", MASKED, PLAIN, F.silu),
@@ -110,6 +112,8 @@ OUT = [
     ("vllm", {**NORMED, "num_layers": 2, "norm_before_residual": False}, PLAIN, F.silu),
     ("sglang", {"rope_parameters": PARTIAL, "norm_before_residual": False}, PARTIAL, F.silu),
     ("vllm", {"rope_parameters": PARTIAL}, PARTIAL, F.silu),
+    ("vllm", {**LATENT, "num_layers": 2, "norm_features": True}, PLAIN, F.silu),
+    ("vllm", {**LATENT, "q_lora_rank": None, "rope_parameters": MSCALED}, MSCALED, F.silu),
     ("speculators", {"rope_parameters": PARTIAL, "qk_norm": True, "hidden_act": "gelu"}, PARTIAL, F.gelu),
 ]  # fmt: skip
 
@@ -133,6 +137,10 @@ def test_a_head_that_drafts_a_block_may_rotate_a_part_too(base, tmp_path):
 
 
 NOT_HELD = [
+    *[(to, "eagle3", LATENT, "its attention is latent.*formats that can: vllm$")
+      for to in ("sglang", "trtllm", "llamacpp", "eagle", "speculators", "modelopt")],
+    ("vllm", "eagle3", {**LATENT, "norm_before_fc": True, "mlp_bias": True}, "it has norm_before_fc.*it has mlp_bias"),
+    ("vllm", "eagle3", {**LATENT, "rope_theta": None, "rope_parameters": SCALED["llama3"]}, "has yarn.*no format can$"),
     *[(to, "eagle3", NORMED, "its blocks are Qwen3's.*formats that can: speculators, vllm$")
       for to in ("sglang", "trtllm", "llamacpp", "eagle")],
     ("sglang", "eagle3", {"mask_token_id": 9}, r"after the first read a mask \(mask_token_id\).*: speculators, vllm$"),

@@ -11,6 +11,8 @@ import json
 
 import torch
 from safetensors.torch import save_file
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from tests.reference.foreign_rope import frequencies
 
@@ -204,6 +206,49 @@ class Attention:
         return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T + self.b["o"]
 
 
+class LatentAttention:
+    """The same for latent attention (MLA), by transformers' own DeepSeek-V3 layer, over the whole chain each time."""
+
+    def __init__(self, tensors, prefix, rope=PLAIN):
+        start = f"{prefix}self_attn."
+        own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        rank = own["kv_b_proj.weight"].shape[1]
+        turned = own["kv_a_proj_with_mqa.weight"].shape[0] - rank
+        queries = own["q_a_proj.weight"].shape[0] if "q_a_proj.weight" in own else None
+        value = own["o_proj.weight"].shape[1] // HEADS
+        plain = own["kv_b_proj.weight"].shape[0] // HEADS - value
+        config = DeepseekV3Config(
+            hidden_size=H, num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=queries, v_head_dim=value,
+            kv_lora_rank=rank, qk_rope_head_dim=turned, qk_nope_head_dim=plain,
+            rope_parameters=dict(rope), max_position_embeddings=2048, attn_implementation="eager",
+        )  # fmt: skip
+        self.layer, self.rotary = DeepseekV3Attention(config, 0), DeepseekV3RotaryEmbedding(config)
+        for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):  # which read a wider input here
+            if f"{name}.weight" in own:
+                rows, width = own[f"{name}.weight"].shape
+                setattr(self.layer, name, torch.nn.Linear(width, rows, bias=False))
+        for module in self.layer.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = EPS
+        self.layer.load_state_dict(own)
+        self.inputs = []
+
+    @torch.no_grad()
+    def __call__(self, x):
+        self.inputs.append(x)
+        every = torch.cat(self.inputs).unsqueeze(0)
+        count = every.shape[1]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        turns = self.rotary(every, torch.arange(count).unsqueeze(0))
+        return self.layer(every, turns, mask)[0][0, -len(x) :]
+
+
+def attention_of(tensors, prefix, rope, window=None):
+    if f"{prefix}self_attn.kv_b_proj.weight" in tensors:
+        return LatentAttention(tensors, prefix, rope)
+    return Attention(tensors, prefix, rope, window)
+
+
 def mlp(tensors, prefix, x, act=torch.nn.functional.silu):
     w = {m: tensors[f"{prefix}mlp.{m}_proj.weight"] for m in ("gate", "up", "down")}
     return (act(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
@@ -221,8 +266,8 @@ def eagle3_logits(
     positions each block attends, its own included, None for all; mask: P-EAGLE's token.
     """
     first, *others = windows or [None] * (1 + len(later))
-    attend = Attention(tensors, prefix, rope, first)
-    more = [(each, Attention(tensors, each, rope, size)) for each, size in zip(later, others, strict=True)]
+    attend = attention_of(tensors, prefix, rope, first)
+    more = [(each, attention_of(tensors, each, rope, size)) for each, size in zip(later, others, strict=True)]
     output = tensors.get("lm_head.weight", output)
 
     def fuse(features):

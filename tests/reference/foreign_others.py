@@ -133,20 +133,34 @@ def medusa_2(folder, base):
     return tensors
 
 
-def mla_eagle3(folder):
-    """SpecForge's DeepseekV3ForCausalLMEagle3, as Kimi-K2's and DeepSeek-V3's heads."""
+def mla_eagle3(folder, queries=16, rope=None):
+    """As vLLM reads Kimi-K2.5's and DeepSeek-V3's heads. queries: None without a narrow vector for queries."""
     make = Random(41)
     tensors = {n: t for n, t in eagle3_tensors("midlayer.").items() if "self_attn" not in n}
-    rank, rope, nope, value = 16, 4, 8, 12
+    rank, turned, nope, value = 16, 4, 8, 10
     attention = "midlayer.self_attn."
+    if queries is None:
+        tensors[f"{attention}q_proj.weight"] = make(HEADS * (nope + turned), 2 * H)
+    else:
+        tensors |= {
+            f"{attention}q_a_proj.weight": make(queries, 2 * H), f"{attention}q_a_layernorm.weight": make.norm(queries),
+            f"{attention}q_b_proj.weight": make(HEADS * (nope + turned), queries),
+        }  # fmt: skip
     tensors |= {
-        f"{attention}q_a_proj.weight": make(rank, 2 * H), f"{attention}q_a_layernorm.weight": make.norm(rank),
-        f"{attention}q_b_proj.weight": make(HEADS * (nope + rope), rank),
-        f"{attention}kv_a_proj_with_mqa.weight": make(rank + rope, 2 * H),
+        f"{attention}kv_a_proj_with_mqa.weight": make(rank + turned, 2 * H),
         f"{attention}kv_a_layernorm.weight": make.norm(rank),
         f"{attention}kv_b_proj.weight": make(HEADS * (nope + value), rank),
         f"{attention}o_proj.weight": make(H, HEADS * value),
     }  # fmt: skip
-    sizes = {"q_lora_rank": rank, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope}
-    config = {**LLAMA, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3"}
-    return write(folder, {**config, **sizes, "v_head_dim": value, "draft_vocab_size": 40}, tensors)
+    config = {
+        **LLAMA, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": queries,
+        "kv_lora_rank": rank, "qk_rope_head_dim": turned, "qk_nope_head_dim": nope, "v_head_dim": value,
+        "draft_vocab_size": 40, "num_key_value_heads": HEADS, "head_dim": turned,
+        "n_routed_experts": 384, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8,
+    }  # fmt: skip
+    if rope is not None:
+        config |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"},
+        }
+    return write(folder, config, tensors)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from specheads.models.convert import convert
 from tests.support.tiny_models import tiny_llama
 
+LATENT = {"kv_lora_rank": 6, "q_lora_rank": 5, "head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 7}
 KINDS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 DEFAULTS = {
     "medusa": {"num_heads": 3, "num_layers": 2},
@@ -130,6 +131,8 @@ def block_output(w, inputs, residuals, positions, heads=4, shared=2, window=None
     if window is not None:
         near = [n for n, position in enumerate(positions) if position > positions[-1] - window]
         inputs, residuals, positions = ([each[n] for n in near] for each in (inputs, residuals, positions))
+    if "kv_b_proj.weight" in w:
+        return block_rest(w, residuals[-1], latent_attention(w, inputs, positions, heads), act)
     size = len(w["q_proj.weight"]) // heads
     q = w["q_proj.weight"] @ inputs[-1]
     mixed = []
@@ -143,7 +146,43 @@ def block_output(w, inputs, residuals, positions, heads=4, shared=2, window=None
             values.append((w["v_proj.weight"] @ x)[part])
         weights = torch.stack(scores).softmax(0)
         mixed.append(sum(a * v for a, v in zip(weights, values, strict=True)))
-    hidden = residuals[-1] + w["o_proj.weight"] @ torch.cat(mixed)
+    return block_rest(w, residuals[-1], torch.cat(mixed), act)
+
+
+def latent_attention(w, inputs, positions, heads):
+    """What the last row mixes (heads · value size,), keys and values made from one narrow vector a row."""
+    rank = w["kv_b_proj.weight"].shape[1]
+    turned = len(w["kv_a_proj_with_mqa.weight"]) - rank
+    value = w["o_proj.weight"].shape[1] // heads
+    plain = len(w["kv_b_proj.weight"]) // heads - value
+
+    def rotated(x, position):
+        pairs = x.view(-1, 2)
+        angles = [position * 10_000.0 ** (-2 * j / turned) for j in range(turned // 2)]
+        return torch.stack([
+            part for (a, b), angle in zip(pairs, angles, strict=True)
+            for part in (a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle))
+        ])  # fmt: skip
+
+    q = w["q_b_proj.weight"] @ rms_norm(w["q_a_proj.weight"] @ inputs[-1], w["q_a_layernorm.weight"])
+    narrow = [w["kv_a_proj_with_mqa.weight"] @ x for x in inputs]
+    wide = [w["kv_b_proj.weight"] @ rms_norm(each[:rank], w["kv_a_layernorm.weight"]) for each in narrow]
+    mixed = []
+    for h in range(heads):
+        query = q[h * (plain + turned) : (h + 1) * (plain + turned)]
+        both = [each[h * (plain + value) : (h + 1) * (plain + value)] for each in wide]
+        scores = [
+            query[:plain] @ k[:plain] + rotated(query[plain:], positions[-1]) @ rotated(each[rank:], position)
+            for k, each, position in zip(both, narrow, positions, strict=True)
+        ]
+        weights = (torch.stack(scores) / math.sqrt(plain + turned)).softmax(0)
+        mixed.append(sum(a * kv[plain:] for a, kv in zip(weights, both, strict=True)))
+    return torch.cat(mixed)
+
+
+def block_rest(w, residual, mixed, act):
+    """What follows attention in a block."""
+    hidden = residual + w["o_proj.weight"] @ mixed
     x = rms_norm(hidden, w["post_attention_layernorm.weight"])
     return hidden + w["down_proj.weight"] @ (ACTIVATIONS[act](w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
 

@@ -321,8 +321,11 @@ EAGLE3 = [
            foreign_modelopt.megatron(folder, inner={"use_aux_hidden_state": False})),
     Layout("EAGLE-3", "SpecForge", "`model_type: phi3`", e3("specforge", model_type="phi3")),
     Layout("EAGLE-3", "for SGLang, vLLM", "FP8 weights", alone(foreign_others.quantised_eagle3)),
-    Layout("EAGLE-3", "SpecForge, SGLang", "latent attention (Kimi-K2.5, DeepSeek-V3)",
-           alone(foreign_others.mla_eagle3)),
+    Layout("EAGLE-3", "for vLLM", "latent attention (Kimi-K2.5, DeepSeek-V3)", alone(foreign_others.mla_eagle3),
+           check_eagle3),
+    Layout("EAGLE-3", "for vLLM", "latent attention, queries from the whole input, `yarn` positions",
+           alone(foreign_others.mla_eagle3, None, foreign_rope.SCALED["yarn with mscale"]),
+           partial(check_eagle3, rope=foreign_rope.SCALED["yarn with mscale"])),
     Layout("EAGLE-3", "llama.cpp", "GGUF", alone(foreign_others.gguf)),
     *[Layout("P-EAGLE", writer, options, partial(
         lambda folder, base, form, **more: foreign.peagle(folder, form, **more), form=form, **more

@@ -58,30 +58,40 @@ class DecoderBlock(nn.Module):
         self.activation = ACTIVATIONS[hidden_act]
         self.q_norm, self.k_norm = (RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity() for _ in range(2))
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
-        wide, narrow = num_heads * head_dim, num_key_value_heads * head_dim
-        self.q_proj = nn.Linear(input_size, wide, bias=attention_bias)
-        self.k_proj = nn.Linear(input_size, narrow, bias=attention_bias)
-        self.v_proj = nn.Linear(input_size, narrow, bias=attention_bias)
-        self.o_proj = nn.Linear(wide, hidden_size, bias=attention_bias)
+        self.add_attention(input_size, hidden_size, attention_bias, rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=rms_norm_eps)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=mlp_bias)
+
+    def add_attention(self, input_size: int, hidden_size: int, bias: bool, eps: float) -> None:
+        """The layers that attention consists of. eps: of its norms, where it has any."""
+        wide, narrow = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(input_size, wide, bias=bias)
+        self.k_proj = nn.Linear(input_size, narrow, bias=bias)
+        self.v_proj = nn.Linear(input_size, narrow, bias=bias)
+        self.o_proj = nn.Linear(wide, hidden_size, bias=bias)
 
     def qkv(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], columns: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated. columns (B, A): compute q only at
         these."""
-        batch, length, _ = x.shape
         asking, turned = x, rotary  # what the queries are made of
         if columns is not None:
             asking = gather_nodes(x, columns)
             turned = tuple(gather_nodes(each.squeeze(1), columns).unsqueeze(1) for each in rotary)  # type: ignore[assignment]
-        q = self.q_norm(self.q_proj(asking).view(batch, asking.shape[1], self.num_heads, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
-        return rotate(q, *turned), rotate(k, *rotary), v
+        return self.queries(asking, turned), *self.keys_values(x, rotary)
+
+    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, input) → (B, heads, T, d), rotated."""
+        q = self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))
+        return rotate(self.q_norm(q).transpose(1, 2), *rotary)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, T, input) → keys, rotated, and values (B, kv heads, T, d)."""
+        k, v = (p(x).unflatten(2, (self.num_key_value_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k).transpose(1, 2), *rotary), v.transpose(1, 2)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Attention output (B, heads, T, d) and residual (B, T, H) → the block's output (B, T, H)."""
@@ -144,19 +154,13 @@ class ContextBlock(DecoderBlock):
         )  # fmt: skip
         self.input_layernorm = RMSNorm(hidden_size, eps=rms_norm_eps)
 
-    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """A context or the normed input of a block (B, T, H) → keys and values (B, kv heads, T, d)."""
-        k, v = (p(x).unflatten(2, (self.num_key_value_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(k).transpose(1, 2), *rotary), v.transpose(1, 2)
-
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: AttendSlots) -> Tensor:
         """(B, K, H) → (B, K, H)."""
         return self.finish(self.attention(self.input_layernorm(hidden), rotary, attend), hidden)
 
     def attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: AttendSlots) -> Tensor:
         """Normed slots (B, K, H) → attention output (B, heads, K, d)."""
-        q = self.q_norm(self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))).transpose(1, 2)
-        return attend(rotate(q, *rotary), *self.keys_values(x, rotary))
+        return attend(self.queries(x, rotary), *self.keys_values(x, rotary))
 
 
 def attend_with(cache: TreeCache, masks: Sequence[Tensor | None]) -> Attend:

@@ -17,7 +17,7 @@ from specheads.heads import Eagle3Config, ParallelConfig
 from specheads.heads.config import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import forms, parallel
-from specheads.models.formats.eagle import eagle3_parts, peagle
+from specheads.models.formats.eagle import eagle3_parts, latent, peagle
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format
 from specheads.models.formats.keys.config_table import flag, table, whole, wholes
@@ -72,7 +72,8 @@ class SpeculatorsEagle3(Format):
 
     def refusals(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         wrong = [peagle.refusal_reason(head, self.name == "PEagle"), refusal_reason(head.taps or (), base)]
-        return [reason for reason in [*wrong, *eagle3_parts.qwen3_bias_refusals(head)] if reason]
+        wrong += [*eagle3_parts.qwen3_bias_refusals(head), *latent.refusals(head, "speculators")]
+        return [reason for reason in wrong if reason]
 
     def config(self, head: Eagle3Config, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
         norms = {theirs: getattr(head, ours) for theirs, ours in eagle3_parts.NORMS.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.heads import Eagle3Config
-from specheads.models.formats.eagle import peagle, transformers4
+from specheads.models.formats.eagle import latent, peagle, transformers4
 from specheads.models.formats.eagle.eagle3_parts import (
     BLOCKS,
     INSIDE,
@@ -61,7 +61,8 @@ class Eagle3(Format):
 
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
-    classes: ClassVar[str] = rf"\w*Llama\w*|{QWEN3}|{peagle.CLASS}"
+    classes: ClassVar[str] = rf"\w*Llama\w*|\w*Deep[Ss]eek\w*|{QWEN3}|{peagle.CLASS}"
+    ignored: ClassVar[frozenset[str]] = latent.NO_EXPERTS
     engine: str
     title: str
     versions: str
@@ -117,7 +118,7 @@ class Eagle3(Format):
             )
         if head.own_embeddings and self.engine != "vllm":
             wrong.append("it has embeddings of its own (own_embeddings), and its readers take the target's")
-        wrong += qwen3_bias_refusals(head) + act_refusals(head)
+        wrong += qwen3_bias_refusals(head) + act_refusals(head) + latent.refusals(head, self.engine)
         wrong += self.positions.refusals(head) + window_refusals(head, self.takes_windows)
         return [reason for reason in wrong if reason]
 
@@ -135,6 +136,8 @@ class Eagle3(Format):
             config |= {"parallel_drafting": True, peagle.TOKENS[0]: head.mask_token_id}
         if head.qk_norm:
             config |= {"architectures": [QWEN3], "model_type": "qwen3", "attention_bias": head.attention_bias}
+        if head.kv_lora_rank is not None:
+            config |= latent.config_keys(head)
         if self.engine == "trtllm":
             inner |= {theirs: True for theirs, ours in INSIDE.items() if ours in norms.values()}
         if inner:

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from specheads.heads import Eagle3Config
 from specheads.models.files import CheckpointError
-from specheads.models.formats.eagle import peagle
+from specheads.models.formats.eagle import latent, peagle
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import check_embeddings, count, embeddings_of, output_matrix
 from specheads.models.formats.keys.config_table import agreed, architectures, flag, refusal, table, whole
 from specheads.models.formats.parts import layer_ids, vocabulary
-from specheads.models.formats.parts.decoder import block_names, block_options, zero_biases
+from specheads.models.formats.parts.decoder import block_names, block_options, outer_names, zero_biases
 from specheads.models.formats.parts.layer_ids import TABLE
 
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # the architecture with Qwen3's blocks
@@ -51,15 +51,21 @@ def tensor_names(head: Eagle3Config, first: str, stored: Collection[str] = ()) -
         names["input_norm.weight"] = "input_norm.weight"
     if head.own_embeddings:
         names["embed_tokens.weight"] = "embed_tokens.weight"
-    names |= block_names(head, 0, first)
+    names |= _block_names(head, 0, first)
     for i in range(head.num_layers if head.qk_norm else 0):
         theirs = BLOCKS[first].format(i) if i else first
         names |= {f"blocks.{i}.{norm}.weight": f"{theirs}self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
     for i in range(1, head.num_layers):
         later = BLOCKS[first].format(i)
         other = f"{later}hidden_norm.weight" in stored and f"{later}input_layernorm.weight" not in stored
-        names |= block_names(head, i, later, "hidden_norm" if other else "input_layernorm")
+        names |= _block_names(head, i, later, "hidden_norm" if other else "input_layernorm")
     return names
+
+
+def _block_names(head: Eagle3Config, i: int, theirs: str, norm: str = "input_layernorm") -> dict[str, str]:
+    if head.kv_lora_rank is None:
+        return block_names(head, i, theirs, norm)
+    return outer_names(head, i, theirs, norm) | latent.attention_names(head, i, theirs)
 
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
@@ -69,7 +75,11 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     norms = _read_norms(files, config, layers)
     names = architectures(config) if block is config else []
     kind = "qwen3" if QWEN3 in names or (block is not config and block.get("model_type") == "qwen3") else "llama"
-    options = {**block_options(files, block, base, layers, kind), "qk_norm": kind == "qwen3"}
+    is_latent = block is config and latent.has_latent_attention(config)
+    options = block_options(files, block, base, layers, "latent" if is_latent else kind)
+    options |= {"qk_norm": kind == "qwen3"}
+    if is_latent:
+        options |= latent.read_sizes(files, config, options["rope_parameters"])
     mask = peagle.read_token(files, config)
     # P-EAGLE's trainers train the embeddings, and only speculators says so in the config.
     own = mask is not None and "embed_tokens.weight" in files.shapes

@@ -21,7 +21,6 @@ class OtherKind(NamedTuple):
 
 
 _TRAIN = "give the base a head of a kind known here with specheads.convert(), and train that"
-_SERVE = f"vLLM serves it; here, {_TRAIN}"
 
 
 def _class(pattern: str) -> Callable[[dict[str, Any]], bool]:
@@ -46,10 +45,6 @@ def _any(*ways: Callable[[dict[str, Any]], bool]) -> Callable[[dict[str, Any]], 
 
 def _eagle3_of(*types: str) -> Callable[[dict[str, Any]], bool]:
     return lambda config: config.get("model_type") in types and _class(".*Eagle3")(config)
-
-
-def _latent(config: dict[str, Any]) -> bool:
-    return config.get("kv_lora_rank") is not None and _class(".*Eagle")(config)
 
 
 OTHER_KINDS = (
@@ -88,10 +83,6 @@ OTHER_KINDS = (
         _value("model_type", "eagle"),
     ),
     OtherKind("a DSpine head", _TRAIN, _any(_class("DSpine"), lambda config: "dspine_config" in config)),
-    OtherKind(
-        "an EAGLE-3 head with latent attention (MLA)", _SERVE,
-        _any(_class("Eagle3Deep[Ss]eek"), _latent),
-    ),
     OtherKind(
         "an EAGLE-3 head whose config has the model_type of its target, not of its own block",
         'where the block is Llama\'s, as in SpecForge\'s heads, write "model_type": "llama" and every size into '

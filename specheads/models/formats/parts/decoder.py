@@ -18,6 +18,7 @@ from specheads.models.formats.keys.config_table import flag, real, whole
 from specheads.models.formats.parts import positions, windows
 from specheads.options import shown
 
+LATENT_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")  # model_type of configs with latent attention
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -26,8 +27,14 @@ def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_lay
     for the first norm of a later block."""
     ours = f"blocks.{i}."
     names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
-    names |= {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
     names |= {f"{ours}{m}.bias": f"{theirs}self_attn.{m}.bias" for m in _ATTENTION if head.attention_bias}
+    return names | outer_names(head, i, theirs, norm)
+
+
+def outer_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_layernorm") -> dict[str, str]:
+    """Of `block_names` those outside of attention."""
+    ours = f"blocks.{i}."
+    names = {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
     names |= {f"{ours}{m}.bias": f"{theirs}mlp.{m}.bias" for m in _MLP if head.mlp_bias}
     names[f"{ours}post_attention_layernorm.weight"] = f"{theirs}post_attention_layernorm.weight"
     if i:
@@ -40,10 +47,10 @@ def block_options(
 ) -> dict[str, Any]:
     """Head options from a decoder's config; missing keys take transformers' defaults.
 
-    layers: the number of blocks among the tensors. kind: of the head's block, llama or qwen3. CheckpointError if heads
-    here do not support such a block.
+    layers: the number of blocks among the tensors. kind: of the head's block: llama, qwen3 or latent, whose sizes of
+    attention the caller reads. CheckpointError if heads here do not support such a block.
     """
-    usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
+    usual: Any = Qwen3Config() if kind == "qwen3" else LlamaConfig()
     hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
     if config is not files.config:
         windows.refuse_at_top(files, layers)
@@ -53,7 +60,8 @@ def block_options(
                 f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); "
                 "heads here have the base's hidden size"
             )
-    if (model_type := config.get("model_type", kind)) != kind:
+    types = {"latent": LATENT_TYPES}.get(kind, (kind,))
+    if (model_type := config.get("model_type", types[0])) not in types:
         raise CheckpointError(
             f"{files}: its decoder is of type {shown(model_type)}; such heads here have {kind}'s block"
         )
@@ -65,8 +73,8 @@ def block_options(
     heads = whole(config, "num_attention_heads", usual.num_attention_heads)
     return {
         "hidden_size": hidden, "vocab_size": vocab, "num_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": whole(config, "num_key_value_heads", heads if kind == "llama" else 32),
-        "head_dim": whole(config, "head_dim", max(1, hidden // heads) if kind == "llama" else usual.head_dim),
+        "num_key_value_heads": whole(config, "num_key_value_heads", 32 if kind == "qwen3" else heads),
+        "head_dim": whole(config, "head_dim", usual.head_dim if kind == "qwen3" else max(1, hidden // heads)),
         "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
         "rope_parameters": positions.read_rope(files, config),

@@ -146,7 +146,9 @@ def test_a_wrong_engine_is_certified_as_wrong(model, exported, base, tmp_path):
 
 
 def test_an_engine_that_does_not_start_or_ends_is_one_line(model, exported, base, tmp_path, monkeypatch):
-    monkeypatch.setattr("specheads.audit.clients.http.time", SimpleNamespace(sleep=lambda seconds: None))  # retries
+    monkeypatch.setattr(
+        "specheads.audit.clients.http.time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
+    )
     engine = engine_of(f"vllm={program(tmp_path)}")
     with pytest.raises(EngineError, match="vllm did not start: ValueError: no memory"):
         certify(engine, exported, base, PROMPTS, ways=WAYS, config=CONFIG)

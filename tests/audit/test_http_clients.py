@@ -1,6 +1,7 @@
 """Claims about clients by HTTP: what they send, how they read the tokens, and what they refuse."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -49,6 +50,44 @@ def test_a_busy_server_is_asked_again():
     replies = [(503, "busy"), (200, {"tokens": [7, 8, 9, 7]})]
     answers, requests = ask(LlamaCppClient, lambda body: replies.pop(0), prompts=[(1, 5)])
     assert answers == [[7, 8, 9, 7]] and len(requests) == 2
+
+
+def test_a_slow_server_has_time_for_each_token_and_is_asked_once():
+    """An answer takes 0.4 s. 4 tokens of 2 requests at 0.1 s each are 0.8 s; at 0.01 s they are 0.08 s."""
+    for patience, words in ((0.1, None), (0.01, "no answer within 0 s; see its log")):
+        requests = []
+
+        def reply(route, body, headers, requests=requests):
+            requests.append(route)
+            time.sleep(0.4)
+            return 200, {"tokens": [7, 8, 9, 7]}
+
+        with serving(reply) as url:
+            client = LlamaCppClient(url, timeout=0.0, patience=patience)
+            if words is None:
+                assert [answer.tokens for answer in client.ask([[1, 5], [1, 6]], SETTINGS)] == [[7, 8, 9, 7]] * 2
+            else:
+                with pytest.raises(ServerError, match=words):
+                    client.ask([[1, 5], [1, 6]], SETTINGS)
+        assert len(requests) == 2
+
+
+def test_a_busy_server_is_asked_until_the_time_is_over_and_a_broken_one_as_often_as_it_is_told():
+    for code, times in ((503, 6), (500, 3)):
+        replies = [(code, "no")] * (times - 1) + [(200, {"tokens": [7, 8, 9, 7]})]
+
+        def reply(route, body, headers, replies=replies):
+            return replies.pop(0) if replies else (500, "again")
+
+        with serving(reply) as url:
+            client = LlamaCppClient(url, retries=2)
+            client.delay = 0.005
+            assert client.ask([[1, 5]], SETTINGS)[0].tokens == [7, 8, 9, 7] and not replies
+            replies[:] = [(code, "no")] * 50
+            client.timeout, client.patience = 0.1, 0.0
+            with pytest.raises(ServerError, match=f"HTTP {code}: no"):
+                client.ask([[1, 5]], SETTINGS)
+            assert code == 503 or len(replies) == 47
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,13 @@ def markdown(report: AuditReport, base: str, comparison: Comparison | None = Non
         if result.figures:
             lines += ["| figure | value |", "|---|---|"]
             lines += [f"| {FIGURES.get(name, name)} | {value:.3g} |" for name, value in result.figures.items()] + [""]
+        if result.by_place:
+            names = list(next(iter(result.by_place.values())))
+            lines += [f"| where a token is | {' | '.join(FIGURES.get(name, name) for name in names)} |"]
+            lines += ["|---" * (1 + len(names)) + "|"]
+            for place, row in result.by_place.items():
+                lines += [f"| {place} | {' | '.join(f'{row[name]:.3g}' for name in names)} |"]
+            lines += [""]
     if comparison is not None:
         depths = range(max(len(side.by_depth) for side in (comparison.server, comparison.ours)))
         lines += [

@@ -172,8 +172,8 @@ def test_an_engine_ends_with_its_owner_however_that_ends(tmp_path):
     for owner, sign in zip(owners, signs, strict=True):
         os.kill(owner, sign)
     for folder, processes in zip(folders, engines, strict=True):
-        assert until(lambda: not any(map(is_alive, processes))), folder.name
-        assert until(lambda: [path.name for path in folder.iterdir()] == ["owner"]), folder.name
+        assert until(lambda pids=processes: not any(map(is_alive, pids))), folder.name
+        assert until(lambda folder=folder: [path.name for path in folder.iterdir()] == ["owner"]), folder.name
 
 
 def until(is_true):

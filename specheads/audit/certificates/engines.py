@@ -200,7 +200,7 @@ class OpenVino(Engine):
         ]  # fmt: skip
 
     def client(self, url: str, exported: Exported) -> HttpClient:
-        return OpenVinoServer(url, exported.base, key="")
+        return OpenVinoServer(url, exported.base, exported.depth, key="")
 
     def served(self, base: torch.dtype, exported: Exported) -> torch.dtype:
         return torch.float32

@@ -51,7 +51,13 @@ def markdown(report: AuditReport, base: str, comparison: Comparison | None = Non
         for name, side in (("server", comparison.server), ("here", comparison.ours)):
             shares = [f" {n / side.steps:.3f} |" for n in side.by_depth] or [" |"] * len(depths)
             lines.append(f"| {name} | {side.steps:,} | {side.tokens_per_step:.3f} |{''.join(shares)}")
-        lines += ["", *str(comparison).splitlines()[2:], ""]
+        if comparison.by_position:
+            lines += ["", "| from output position | tokens a step, server | here |", "|---|---|---|"]
+            lines += [
+                f"| {start} | {part.server.tokens_per_step:.3f} | {part.ours.tokens_per_step:.3f} |"
+                for start, part in comparison.by_position.items()
+            ]
+        lines += ["", *comparison.words(), ""]
     return "\n".join(lines)
 
 

@@ -62,15 +62,18 @@ def count_there(
         written = sum(len(a.tokens) - 1 for a in answers)
         return AcceptanceCounts(counted.steps, written, counted.by_depth), max(len(counted.by_depth), 1)
     if (told := of_answers(answers)) is not None and told.steps:
-        return told, max(math.ceil(sum(a.drafted or 0 for a in answers) / told.steps), 1)
+        depth = len(told.by_depth) or math.ceil(sum(a.drafted or 0 for a in answers) / told.steps)
+        return told, max(depth, 1)
     return None
 
 
 def of_answers(answers: Sequence[Answer]) -> AcceptanceCounts | None:
     """Where each answer says it. The first token of a text is no step; None if nothing was drafted."""
-    known = [(len(a.tokens) - 1, a.accepted) for a in answers if a.accepted is not None and a.drafted]
-    tokens = sum(written for written, _ in known)
-    return AcceptanceCounts(tokens - sum(accepted for _, accepted in known), tokens) if known else None
+    counts = [
+        AcceptanceCounts(len(a.tokens) - 1 - a.accepted, len(a.tokens) - 1, a.by_depth)
+        for a in answers if a.accepted is not None and a.drafted
+    ]  # fmt: skip
+    return sum(counts, AcceptanceCounts()) if counts else None
 
 
 def decode_here(model: Any, prompts: Sequence[list[int]], settings: Settings, depth: int) -> AcceptanceCounts:

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from specheads.audit.acceptance import of_answers
 from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError, SGLangClient
 from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.settings import Settings
+from specheads.decoding.results import AcceptanceCounts
 from tests.support.openai_server import serving
 
 SETTINGS = Settings(0.7, top_p=0.9, max_tokens=4, eos=frozenset({2}))
@@ -110,12 +112,16 @@ def test_an_address_without_a_scheme_is_refused():
 
 def test_sglang_says_how_often_a_text_was_verified():
     """A first token and 2 passes for 6 tokens: 3 of them were drafted."""
-    meta = {"spec_verify_ct": 2, "spec_draft_token_num": 8}
-    reply = {"output_ids": [7] * 6, "text": "a", "meta_info": meta}
-    with serving(lambda route, body, headers: (200, reply)) as url:
-        client = SGLangClient(url)
-        answer = client.ask([[1, 5]], SETTINGS)[0]
-    assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
+    for drafts, passes in (
+        ("spec_draft_token_num", "spec_accept_histogram"), ("spec_num_proposed_drafts", "spec_correct_drafts_histogram")
+    ):  # fmt: skip
+        meta = {"spec_verify_ct": 2, drafts: 8, passes: [0, 1, 1]}
+        reply = {"output_ids": [7] * 6, "text": "a", "meta_info": meta}
+        with serving(lambda route, body, headers, reply=reply: (200, reply)) as url:
+            client = SGLangClient(url)
+            answer = client.ask([[1, 5]], SETTINGS)[0]
+        assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
+        assert answer.by_depth == (2, 1) and of_answers([answer, answer]) == AcceptanceCounts(4, 10, (4, 2))
     assert client.body([1], Settings())["sampling_params"]["top_k"] == -1
 
 

@@ -28,13 +28,15 @@ class Answer:
     """tokens: with the EOS where it ended the text; none where only a text is known that does not tell them.
 
     What else a server may say of it: text: as it decodes the tokens; logprobs: of each token; drafted, accepted: how
-    many tokens its draft proposed, and how many of them it took; places: of each token, None for all others."""
+    many tokens its draft proposed, and how many of them it took; by_depth: in how many passes it took at least 1, 2, …;
+    places: of each token, None for all others."""
 
     tokens: list[int]
     text: str | None = None
     logprobs: tuple[float, ...] | None = None
     drafted: int | None = None
     accepted: int | None = None
+    by_depth: tuple[int, ...] = ()
     places: tuple[Place | None, ...] | None = None
 
 

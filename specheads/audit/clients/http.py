@@ -155,7 +155,8 @@ class OpenAIClient(HttpClient):
 
 
 class SGLangClient(HttpClient):
-    """SGLang's own route, which says how often a text was verified. top_k -1 keeps all tokens there."""
+    """SGLang's own route, which says how often a text was verified, and how many passes accepted 0, 1, … drafts. Newer
+    versions have other names for both. top_k -1 keeps all tokens there."""
 
     route = "/generate"
 
@@ -175,10 +176,15 @@ class SGLangClient(HttpClient):
         if not isinstance(answer.get("output_ids"), list):
             raise ServerError(f"{self.url} sent no output_ids, which an audit needs")
         tokens, meta = [int(token) for token in answer["output_ids"]], answer.get("meta_info") or {}
-        drafted, steps = meta.get("spec_draft_token_num"), meta.get("spec_verify_ct")
+        drafted, steps = (
+            meta.get("spec_num_proposed_drafts", meta.get("spec_draft_token_num")),
+            meta.get("spec_verify_ct"),
+        )
+        passes = meta.get("spec_correct_drafts_histogram", meta.get("spec_accept_histogram")) or ()
+        by_depth = tuple(sum(passes[depth:]) for depth in range(1, len(passes)))
         accepted = len(tokens) - 1 - steps if steps else None
         logprobs = _floats(one[0] for one in meta.get("output_token_logprobs") or ())
-        return Answer(tokens, answer.get("text"), logprobs, drafted, accepted)
+        return Answer(tokens, answer.get("text"), logprobs, drafted, accepted, by_depth)
 
 
 class LlamaCppClient(HttpClient):

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from specheads.audit.acceptance import of_answers
+from specheads.audit.clients.client import Place
 from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError, SGLangClient
+from specheads.audit.clients.openvino import OpenVinoServer
 from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.settings import Settings
 from specheads.decoding.results import AcceptanceCounts
@@ -55,8 +57,8 @@ def test_a_busy_server_is_asked_again():
 
 
 def test_a_slow_server_has_time_for_each_token_and_is_asked_once():
-    """An answer takes 0.4 s. 4 tokens of 2 requests at 0.1 s each are 0.8 s; at 0.01 s they are 0.08 s."""
-    for patience, words in ((0.1, None), (0.01, "no answer within 0 s; see its log")):
+    """An answer takes 0.4 s. 4 tokens of 2 requests at 2 s each are 16 s; at 0.01 s they are 0.08 s."""
+    for patience, words in ((2.0, None), (0.01, "no answer within 0 s; see its log")):
         requests = []
 
         def reply(route, body, headers, requests=requests):
@@ -86,7 +88,7 @@ def test_a_busy_server_is_asked_until_the_time_is_over_and_a_broken_one_as_often
             client.delay = 0.005
             assert client.ask([[1, 5]], SETTINGS)[0].tokens == [7, 8, 9, 7] and not replies
             replies[:] = [(code, "no")] * 50
-            client.timeout, client.patience = 0.1, 0.0
+            client.timeout, client.patience = 4.0, 0.0
             with pytest.raises(ServerError, match=f"HTTP {code}: no"):
                 client.ask([[1, 5]], SETTINGS)
             assert code == 503 or len(replies) == 47
@@ -123,6 +125,17 @@ def test_sglang_says_how_often_a_text_was_verified():
         assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
         assert answer.by_depth == (2, 1) and of_answers([answer, answer]) == AcceptanceCounts(4, 10, (4, 2))
     assert client.body([1], Settings())["sampling_params"]["top_k"] == -1
+
+
+def test_openvino_says_what_each_pass_gave():
+    """A pass over the prompt, a draft of 2 accepted whole, one rejected. Passes that do not cover the text say nothing."""
+    client = OpenVinoServer("http://host", "m", 2)
+    for gained, places in (
+        ([1, 3, 1, 2], (None, None, None, Place.AFTER_DRAFT, None, Place.AFTER_REJECTION)),
+        ([1], None),
+    ):
+        answer = client.read({"choices": [{"token_ids": [7] * 6, "gained": gained}]}, SETTINGS)
+        assert answer.tokens == [7] * 6 and answer.places == places
 
 
 def test_penalties_and_log_probabilities_are_asked_for_and_read():

@@ -72,7 +72,8 @@ def test_a_right_server_is_accused_no_more_often_than_stated(audits):
 
 
 def test_a_wrong_table_is_found_within_what_its_power_promises():
-    """20 audits, half with bets on places; the promise is 95 %, so that fewer than 16 of 20 has a chance below 1 in 300."""
+    """20 audits, half with bets on places; the promise is 95 %, so that fewer than 16 of 20 has a chance below 1 in
+    300."""
     hot = TABLE / 1.3
     tv = float((hot.softmax(-1) - TABLE.softmax(-1)).abs().sum(-1).mean()) / 2
     texts = tokens_to_find(tv, 1e-3, len(BET_NAMES)) // LENGTH

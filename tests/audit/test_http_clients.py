@@ -128,7 +128,8 @@ def test_sglang_says_how_often_a_text_was_verified():
 
 
 def test_openvino_says_what_each_pass_gave():
-    """A pass over the prompt, a draft of 2 accepted whole, one rejected. Passes that do not cover the text say nothing."""
+    """A pass over the prompt, a draft of 2 accepted whole, one rejected. Passes that do not cover the text say
+    nothing."""
     client = OpenVinoServer("http://host", "m", 2)
     for gained, places in (
         ([1, 3, 1, 2], (None, None, None, Place.AFTER_DRAFT, None, Place.AFTER_REJECTION)),

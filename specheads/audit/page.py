@@ -34,6 +34,13 @@ def markdown(report: AuditReport, base: str, comparison: Comparison | None = Non
         if result.figures:
             lines += ["| figure | value |", "|---|---|"]
             lines += [f"| {FIGURES.get(name, name)} | {value:.3g} |" for name, value in result.figures.items()] + [""]
+        if result.by_place:
+            names = list(next(iter(result.by_place.values())))
+            lines += [f"| where a token is | {' | '.join(FIGURES.get(name, name) for name in names)} |"]
+            lines += ["|---" * (1 + len(names)) + "|"]
+            for place, row in result.by_place.items():
+                lines += [f"| {place} | {' | '.join(f'{row[name]:.3g}' for name in names)} |"]
+            lines += [""]
     if comparison is not None:
         depths = range(max(len(side.by_depth) for side in (comparison.server, comparison.ours)))
         lines += [
@@ -44,7 +51,13 @@ def markdown(report: AuditReport, base: str, comparison: Comparison | None = Non
         for name, side in (("server", comparison.server), ("here", comparison.ours)):
             shares = [f" {n / side.steps:.3f} |" for n in side.by_depth] or [" |"] * len(depths)
             lines.append(f"| {name} | {side.steps:,} | {side.tokens_per_step:.3f} |{''.join(shares)}")
-        lines += ["", *str(comparison).splitlines()[2:], ""]
+        if comparison.by_position:
+            lines += ["", "| from output position | tokens a step, server | here |", "|---|---|---|"]
+            lines += [
+                f"| {start} | {part.server.tokens_per_step:.3f} | {part.ours.tokens_per_step:.3f} |"
+                for start, part in comparison.by_position.items()
+            ]
+        lines += ["", *comparison.words(), ""]
     return "\n".join(lines)
 
 

@@ -50,7 +50,9 @@ def _audit_one(
     decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
     watch = make_watch(settings, config, alpha)
     asked, answers = [], []
+    share = 0.0
     for batch in _batches(prompts, settings, config):
+        report(share, f"{settings}: {watch.tokens:,} tokens, {len(batch)} texts more asked for")
         asked += batch
         answers += client.ask(batch, settings)
         try:
@@ -62,7 +64,6 @@ def _audit_one(
         if (result := watch.result()).verdict is not Verdict.UNDECIDED:
             break
         share = watch.tokens / (watch.tokens + (result.more_tokens or config.max_tokens))
-        report(share, f"{settings}: {watch.tokens:,} tokens")
     if result.verdict is Verdict.NOT_LOSSLESS:
         report(1.0, f"{settings}: looking for the cause")
         result = result.explained(diagnose(client, scorer, asked, answers, settings, tokenizer))

@@ -23,8 +23,9 @@ class Result:
     """Of one way to ask (settings). chance: at most this often does a right server show as much, at any stopping time;
     power: the smallest deviation that these tokens find with probability 95 %, as total variation a token (greedy: the
     share of wrong tokens); more_tokens: that the verdict still needs, None if tokens cannot bring it; evidence: lines
-    for people; figures: numbers beside the verdict, each looked at once; mistake: of the set-up, for which the server's
-    text could not be compared with the base's."""
+    for people; figures: numbers beside the verdict, each looked at once; by_place: such numbers of the tokens of each
+    place among the server's passes, if it says which; mistake: of the set-up, for which the server's text could not be
+    compared with the base's."""
 
     settings: str
     verdict: Verdict
@@ -35,6 +36,7 @@ class Result:
     more_tokens: int | None = 0
     evidence: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
+    by_place: dict[str, dict[str, float]] = field(default_factory=dict)
     mistake: str | None = None
 
     def explained(self, diagnosis: object | None) -> Result:

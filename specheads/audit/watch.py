@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from specheads.audit.checks import (
     stop_fault,
     uniform_distance,
 )
-from specheads.audit.clients.client import Answer
+from specheads.audit.clients.client import Answer, Place
 from specheads.audit.evidence import Evidence, smallest_rate, smallest_tv, tokens_to_find, tokens_to_miss
 from specheads.audit.logprobs import LogprobWatch
 from specheads.audit.scoring import ScoredText, Scorer
@@ -29,6 +30,7 @@ from specheads.audit.verdict import Result, Verdict
 from specheads.options import OptionError
 
 MAX_LINES = 5  # of evidence of a kind
+Places = tuple[Place | None, ...]
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,20 @@ class Watch(ABC):
             tokens = tokens[: fault.index]
         if tokens:
             text = scorer.score(prompt, tokens, self.settings)
-            self.score(text)
+            self.score(text, None if answer.places is None else answer.places[: len(tokens)])
             if self.logprobs is not None:
                 self.logprobs.add(text, answer.logprobs)
 
     @abstractmethod
-    def score(self, text: ScoredText) -> None: ...
+    def score(self, text: ScoredText, places: Places | None = None) -> None:
+        """places: of each token, if the server says them."""
 
     @abstractmethod
     def result(self) -> Result: ...
 
-    def _write(self, i: int, text: ScoredText, words: str) -> str:
-        return f"text {self.texts}, token {i + 1}: {int(text.tokens[i])} {words}"
+    def _write(self, i: int, text: ScoredText, words: str, places: Places | None) -> str:
+        place = f" ({places[i]})" if places and places[i] else ""
+        return f"text {self.texts}, token {i + 1}: {int(text.tokens[i])} {words}{place}"
 
 
 class GreedyWatch(Watch):
@@ -95,8 +99,9 @@ class GreedyWatch(Watch):
         super().__init__(settings, config, alpha)
         self.answers: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.largest_gap = self.margin = 0.0
+        self.by_place: dict[Place, Counter[str]] = {}
 
-    def score(self, text: ScoredText) -> None:
+    def score(self, text: ScoredText, places: Places | None = None) -> None:
         key = (text.prompt, tuple(text.tokens.tolist()))
         if key in self.answers:  # the same answer again shows nothing new
             return
@@ -104,9 +109,12 @@ class GreedyWatch(Watch):
         self.tokens += len(text.tokens)
         gaps = greedy_gaps(text.scores, text.tokens)
         self.largest_gap, self.margin = max(self.largest_gap, float(gaps.max())), max(self.margin, text.margin)
+        for place, gap in zip(places or (), gaps.tolist(), strict=False):
+            if place is not None:
+                self.by_place.setdefault(place, Counter()).update(tokens=1, misses=int(gap > 0))
         for i in gaps.nonzero().flatten().tolist():
             gap, likeliest = float(gaps[i]), int(text.scores[i].argmax())
-            words = self._write(i, text, f"where the likeliest is {likeliest}, {gap:.3g} above")
+            words = self._write(i, text, f"where the likeliest is {likeliest}, {gap:.3g} above", places)
             (self.roundings if gap <= text.margin else self.faults).append(words)
 
     def result(self) -> Result:
@@ -125,42 +133,57 @@ class GreedyWatch(Watch):
         return Result(
             str(self.settings), verdict, self.texts, self.tokens, 0.0 if self.faults else 1.0,
             smallest_rate(self.tokens), more, tuple((self.faults or self.roundings)[:MAX_LINES]), figures,
+            by_place={str(place): dict(counts) for place, counts in sorted(self.by_place.items())},
         )  # fmt: skip
 
 
 class SampledWatch(Watch):
-    """Bets on every token, for p exactly and for all that rounding makes of p."""
+    """Bets on every token, for p exactly and for all that rounding makes of p. If the server says the tokens' places,
+    as many bets again on those of each place: all share one chance of a false alarm."""
 
     def __init__(self, settings: Settings, config: AuditConfig, alpha: float, seed: int = 0) -> None:
         super().__init__(settings, config, alpha)
-        self.exact, self.robust = Evidence.empty(len(BET_NAMES)), Evidence.empty(len(BET_NAMES))
+        self.groups: Places = (None,)  # of which tokens: all, those of a place
+        self.exact = self.robust = Evidence.empty(len(BET_NAMES))
         self.earlier, self.generator = EarlierAnswers(), torch.Generator().manual_seed(seed)
         self.log_probs: list[torch.Tensor] = []  # of each text: log p(x), mean, variance (3, n)
         self.ranks: list[torch.Tensor] = []
+        self.places: list[Place | None] = []
         self.shift_sum = 0.0
 
-    def score(self, text: ScoredText) -> None:
+    def score(self, text: ScoredText, places: Places | None = None) -> None:
+        if not self.tokens:
+            self.groups = (None,) if places is None else (None, *Place)
+            self.exact, self.robust = (Evidence.empty(len(BET_NAMES) * len(self.groups)) for _ in range(2))
         self.tokens += len(text.tokens)
         self.shift_sum += float(text.shift.sum())
         cut = impossible(text.scores, text.uncut, text.tokens, text.margin, top_p=self.settings.top_p < 1)
         for i in cut.nonzero().flatten().tolist():
-            self.faults.append(self._write(i, text, f"which {self.settings} rules out"))
+            self.faults.append(self._write(i, text, f"which {self.settings} rules out", places))
         uniforms = torch.rand(len(text.tokens), generator=self.generator, dtype=torch.float64).to(text.tokens.device)
-        exact, robust = bet(text, uniforms, self.earlier)
-        self.exact.add(exact)
-        self.robust.add(robust)
+        places = places or (None,) * len(text.tokens)
+        self.places += places
+        for evidence, factors in zip((self.exact, self.robust), bet(text, uniforms, self.earlier), strict=True):
+            evidence.add(self._split(factors, places))
         self.ranks.append(random_ranks(text.scores, text.tokens, uniforms).cpu())
         self.log_probs.append(torch.stack(likelihood(text.scores, text.tokens)).cpu())
 
+    def _split(self, factors: torch.Tensor, places: Places) -> torch.Tensor:
+        """Log factors (n, K) for each group in turn, (n, groups * K): 0 at tokens of other places."""
+        masks = torch.tensor([[group is None or place is group for group in self.groups] for place in places])
+        return (masks.to(factors.device).unsqueeze(-1) * factors.unsqueeze(1)).flatten(1)
+
     def result(self) -> Result:
-        bets, limit = len(BET_NAMES), -math.log(self.alpha)
+        bets, limit = len(BET_NAMES) * len(self.groups), -math.log(self.alpha)
         shift = self.shift_sum / max(1, self.tokens)
         room = self.config.tv - 2 * shift  # what rounding hides is not found
         more = max(0, tokens_to_find(room, self.alpha, bets) - self.tokens) if room > 0 else None
         evidence, chance = list(self.faults[:MAX_LINES]), 0.0 if self.faults else self.robust.chance
         alarm = self.robust.peak >= limit
         if alarm:
-            evidence.append(f"most like this: {BET_NAMES[self.robust.best()]}")
+            group, name = divmod(self.robust.best(), len(BET_NAMES))
+            where = f", where a token is {self.groups[group]}" if group else ""
+            evidence.append(f"most like this{where}: {BET_NAMES[name]}")
         if alarm or self.faults:
             verdict, more = Verdict.NOT_LOSSLESS, 0
         elif more != 0:
@@ -171,18 +194,31 @@ class SampledWatch(Watch):
             verdict = Verdict.WITHIN_ROUNDING if self.exact.peak >= limit else Verdict.LOSSLESS
         power = min(1.0, smallest_tv(self.tokens, self.alpha, bets) + 2 * shift)
         return Result(
-            str(self.settings), verdict, self.texts, self.tokens, chance, power, more, tuple(evidence), self._figures()
-        )
+            str(self.settings), verdict, self.texts, self.tokens, chance, power, more, tuple(evidence),
+            self._figures(), by_place=self._by_place(),
+        )  # fmt: skip
 
     def _figures(self) -> dict[str, float]:
         """z of the log-likelihood and the distance of the ranks to uniform, with its 1 in 1,000 bound."""
         if not self.tokens:
             return {}
-        logp, mean, variance = torch.cat(self.log_probs, -1)
-        possible = logp.isfinite()  # the others are faults, or the edge of a cut
         figures = {"rank_distance": uniform_distance(torch.cat(self.ranks)), "rank_bound": 1.95 / self.tokens**0.5}
-        return {
-            "z": likelihood_z(logp[possible], mean[possible], variance[possible]),
-            **figures,
-            "log_evidence": self.robust.peak,
-        }
+        return {"z": _z(torch.cat(self.log_probs, -1)), **figures, "log_evidence": self.robust.peak}
+
+    def _by_place(self) -> dict[str, dict[str, float]]:
+        """Of each: its tokens, their z, and the log of what their own bets won so far, were they the only ones."""
+        figures = {}
+        wealth = self.robust.log_wealth.view(len(self.groups), -1).logsumexp(-1) + math.log(len(self.groups))
+        for place, won in zip(self.groups[1:], wealth[1:].tolist(), strict=True):
+            chosen = torch.tensor([other is place for other in self.places])
+            figures[str(place)] = {
+                "tokens": int(chosen.sum()), "z": _z(torch.cat(self.log_probs, -1)[:, chosen]), "log_evidence": won
+            }  # fmt: skip
+        return figures
+
+
+def _z(log_probs: torch.Tensor) -> float:
+    """likelihood_z of log p(x), mean and variance (3, n), without what is a fault, or the edge of a cut."""
+    logp, mean, variance = log_probs
+    possible = logp.isfinite()
+    return likelihood_z(logp[possible], mean[possible], variance[possible])

@@ -16,6 +16,7 @@ from torch import Tensor
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.tree import DraftTree
 
+POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
 TokenScores = list[list[tuple[Tensor, Tensor]]]  # per row and token: its raw logits and its processed scores (V,)
 
 

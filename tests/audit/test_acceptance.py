@@ -103,6 +103,34 @@ def test_vllms_counters_are_summed_over_its_engines():
         assert OpenAIClient(url, "m").counters() is None
 
 
+def test_what_differs_at_later_output_positions_alone_is_said_there(monkeypatch):
+    """A server whose drafts fail from its 13th token on, at two ranges of 12. Ours of each range is the difference of
+    two whole decodings, and of the first range one of them."""
+    monkeypatch.setattr("specheads.audit.acceptance.POSITIONS", (0, 12, 1024))
+    model, settings = learnt("eagle3"), Settings(0.0, max_tokens=24)
+    here = [decode_here(model, PROMPTS, Settings(0.0, max_tokens=n), DEPTH) for n in (12, 24)]
+
+    class Late(Server):
+        def answer(self, prompt, settings):
+            answer = super().answer(prompt, settings)
+            if len(answer.tokens) <= 12:
+                return answer
+            accepted = super().answer(prompt, first).accepted
+            steps = len(answer.tokens) - 1 - accepted
+            return Answer(answer.tokens, drafted=DEPTH * steps, accepted=accepted)
+
+    first = Settings(0.0, max_tokens=12)
+    right, late = (compare(server(model, False), model, PROMPTS, settings) for server in (Server, Late))
+    for found in (right, late):
+        assert [*found.by_position] == [0, 12]
+        assert found.by_position[0].ours == here[0] and found.by_position[12].ours == here[1] - here[0]
+        assert found.by_position[0].equal and found.ours == here[1]
+    assert right.equal and all(part.server.steps == part.ours.steps for part in right.by_position.values())
+    assert late.by_position[12].server.tokens_per_step == 1 and not late.equal
+    assert "from output position 12" in str(late) and "from output position 0;" not in late.words()[0]
+    assert late.to_dict()["by_position"]["12"]["equal"] is False
+
+
 def test_sampled_text_and_silent_servers_are_not_compared():
     with pytest.raises(ValueError, match="greedy"):
         compare(None, None, [], Settings(1.0))
@@ -122,12 +150,14 @@ def test_the_page_of_evidence_has_each_verdict_its_figures_and_the_comparison():
         Result("greedy", Verdict.LOSSLESS, 16, 1024, 1.0, 0.003, 0, (), {"misses": 0.0}),
         Result("temperature 1", Verdict.NOT_LOSSLESS, 8, 449, 1e-6, 0.1, 0, ("most like this: hot",), {"z": -7.0}),
     )
-    apart = Comparison(AcceptanceCounts(225, 505, (180, 100)), AcceptanceCounts(225, 577, (202, 150)))
+    sides = AcceptanceCounts(225, 505, (180, 100)), AcceptanceCounts(225, 577, (202, 150))
+    apart = Comparison(*sides, {64: Comparison(*sides)})
     page = markdown(AuditReport("http://host", 1e-3, results), "org/model", apart)
     for line in (
         "**not lossless**", "| greedy | lossless | 16 | 1,024 |  | 0.3% of the tokens |", "- most like this: hot",
         "| temperature 1 | not lossless | 8 | 449 | 1e-06 |  |", "| z of the log-likelihood | -7 |",
         "| server | 225 | 2.244 | 0.800 | 0.444 |", "| here | 225 | 2.564 | 0.898 | 0.667 |", CAUSES[0],
+        "| 64 | 2.244 | 2.564 |",
     ):  # fmt: skip
         assert line in page
     mistaken = AuditReport("http://host", 1e-3, (results[1].explained("another base, not drafting: see"),))

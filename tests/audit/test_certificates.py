@@ -2,8 +2,14 @@
 beside it with hashes that tell later whether it still holds."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,12 +146,50 @@ def test_a_wrong_engine_is_certified_as_wrong(model, exported, base, tmp_path):
 
 
 def test_an_engine_that_does_not_start_or_ends_is_one_line(model, exported, base, tmp_path, monkeypatch):
-    monkeypatch.setattr("specheads.audit.clients.http.time", SimpleNamespace(sleep=lambda seconds: None))  # retries
+    monkeypatch.setattr(
+        "specheads.audit.clients.http.time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
+    )
     engine = engine_of(f"vllm={program(tmp_path)}")
     with pytest.raises(EngineError, match="vllm did not start: ValueError: no memory"):
         certify(engine, exported, base, PROMPTS, ways=WAYS, config=CONFIG)
     with pytest.raises(EngineError, match="vllm ended during the audit: RuntimeError: out of memory"):
         run(exported, base, tmp_path, Engine(model, ends=2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads the states of processes from /proc")
+def test_an_engine_ends_with_its_owner_however_that_ends(tmp_path):
+    """With its own second process, and with the folder of its files."""
+    signs = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+    folders = [tmp_path / sign.name for sign in signs]
+    for folder in folders:
+        folder.mkdir()
+    worker = Path(__file__).parents[1] / "workers" / "engine_owners.py"
+    path = program(tmp_path, "http://127.0.0.1:1/v1")
+    subprocess.run([sys.executable, str(worker), str(path), *map(str, folders)], check=True, timeout=120)
+    owners = [int(until((folder / "owner").is_file) and (folder / "owner").read_text()) for folder in folders]
+    engines = [json.loads(next(folder.glob("*/processes")).read_text()) for folder in folders]
+    assert all(len(processes) == 2 and all(map(is_alive, processes)) for processes in engines)
+    for owner, sign in zip(owners, signs, strict=True):
+        os.kill(owner, sign)
+    for folder, processes in zip(folders, engines, strict=True):
+        assert until(lambda pids=processes: not any(map(is_alive, pids))), folder.name
+        assert until(lambda folder=folder: [path.name for path in folder.iterdir()] == ["owner"]), folder.name
+
+
+def until(is_true):
+    """Wait for it, for up to 60 seconds."""
+    limit = time.monotonic() + 60
+    while not (found := is_true()) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return found
+
+
+def is_alive(process):
+    """A process that has ended, but that nobody has waited for, is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_commands_of_the_other_engines_and_what_they_refuse(exported, tmp_path):

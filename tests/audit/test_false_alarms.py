@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specheads.audit.bets import BET_NAMES
-from specheads.audit.clients.client import Answer
+from specheads.audit.clients.client import Answer, Place
 from specheads.audit.evidence import Evidence, smallest_rate, smallest_tv, tokens_to_find, tokens_to_miss
 from specheads.audit.scoring import ScoredText
 from specheads.audit.settings import Settings, process
@@ -52,13 +52,18 @@ def audit_table(table, seed, settings=WAYS[0], texts=TEXTS, scorer=None, **optio
     config = AuditConfig(**options)
     watch = SampledWatch(settings, config, config.alpha, seed)
     for prompt, tokens in write_texts(table, settings, texts, torch.Generator().manual_seed(seed)):
-        watch.add(scorer or TableScorer(TABLE), prompt, Answer(tokens))
+        places = None
+        if seed % 2:  # a server that says them; here they depend on the token before
+            before = [*prompt, *tokens][:-1]
+            places = tuple((Place.AFTER_REJECTION, Place.AFTER_DRAFT, None)[token % 3] for token in before)
+        watch.add(scorer or TableScorer(TABLE), prompt, Answer(tokens, places=places))
     return watch
 
 
 @pytest.mark.parametrize("audits", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_right_server_is_accused_no_more_often_than_stated(audits):
-    """Looked at after every token. More alarms than three standard deviations above the bound: below 1 in 200."""
+    """Looked at after every token, half of them with bets on places. More alarms than three standard deviations above
+    the bound: below 1 in 200."""
     watches = [audit_table(TABLE, seed, WAYS[seed % len(WAYS)]) for seed in range(audits)]
     assert not any(watch.faults for watch in watches)
     for alpha in (1e-3, 0.05, 0.3):
@@ -67,7 +72,8 @@ def test_a_right_server_is_accused_no_more_often_than_stated(audits):
 
 
 def test_a_wrong_table_is_found_within_what_its_power_promises():
-    """20 audits; the promise is 95 %, so that fewer than 16 of 20 has a chance below 1 in 300."""
+    """20 audits, half with bets on places; the promise is 95 %, so that fewer than 16 of 20 has a chance below 1 in
+    300."""
     hot = TABLE / 1.3
     tv = float((hot.softmax(-1) - TABLE.softmax(-1)).abs().sum(-1).mean()) / 2
     texts = tokens_to_find(tv, 1e-3, len(BET_NAMES)) // LENGTH

@@ -1,13 +1,18 @@
 """Claims about clients by HTTP: what they send, how they read the tokens, and what they refuse."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
 
+from specheads.audit.acceptance import of_answers
+from specheads.audit.clients.client import Place
 from specheads.audit.clients.http import LlamaCppClient, OpenAIClient, ServerError, SGLangClient
+from specheads.audit.clients.openvino import OpenVinoServer
 from specheads.audit.clients.text import TextClient, TransformersServe
 from specheads.audit.settings import Settings
+from specheads.decoding.results import AcceptanceCounts
 from tests.support.openai_server import serving
 
 SETTINGS = Settings(0.7, top_p=0.9, max_tokens=4, eos=frozenset({2}))
@@ -51,6 +56,44 @@ def test_a_busy_server_is_asked_again():
     assert answers == [[7, 8, 9, 7]] and len(requests) == 2
 
 
+def test_a_slow_server_has_time_for_each_token_and_is_asked_once():
+    """An answer takes 0.4 s. 4 tokens of 2 requests at 2 s each are 16 s; at 0.01 s they are 0.08 s."""
+    for patience, words in ((2.0, None), (0.01, "no answer within 0 s; see its log")):
+        requests = []
+
+        def reply(route, body, headers, requests=requests):
+            requests.append(route)
+            time.sleep(0.4)
+            return 200, {"tokens": [7, 8, 9, 7]}
+
+        with serving(reply) as url:
+            client = LlamaCppClient(url, timeout=0.0, patience=patience)
+            if words is None:
+                assert [answer.tokens for answer in client.ask([[1, 5], [1, 6]], SETTINGS)] == [[7, 8, 9, 7]] * 2
+            else:
+                with pytest.raises(ServerError, match=words):
+                    client.ask([[1, 5], [1, 6]], SETTINGS)
+        assert len(requests) == 2
+
+
+def test_a_busy_server_is_asked_until_the_time_is_over_and_a_broken_one_as_often_as_it_is_told():
+    for code, times in ((503, 6), (500, 3)):
+        replies = [(code, "no")] * (times - 1) + [(200, {"tokens": [7, 8, 9, 7]})]
+
+        def reply(route, body, headers, replies=replies):
+            return replies.pop(0) if replies else (500, "again")
+
+        with serving(reply) as url:
+            client = LlamaCppClient(url, retries=2)
+            client.delay = 0.005
+            assert client.ask([[1, 5]], SETTINGS)[0].tokens == [7, 8, 9, 7] and not replies
+            replies[:] = [(code, "no")] * 50
+            client.timeout, client.patience = 4.0, 0.0
+            with pytest.raises(ServerError, match=f"HTTP {code}: no"):
+                client.ask([[1, 5]], SETTINGS)
+            assert code == 503 or len(replies) == 47
+
+
 @pytest.mark.parametrize(
     ("make", "reply", "words"),
     [
@@ -71,13 +114,29 @@ def test_an_address_without_a_scheme_is_refused():
 
 def test_sglang_says_how_often_a_text_was_verified():
     """A first token and 2 passes for 6 tokens: 3 of them were drafted."""
-    meta = {"spec_verify_ct": 2, "spec_draft_token_num": 8}
-    reply = {"output_ids": [7] * 6, "text": "a", "meta_info": meta}
-    with serving(lambda route, body, headers: (200, reply)) as url:
-        client = SGLangClient(url)
-        answer = client.ask([[1, 5]], SETTINGS)[0]
-    assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
+    for drafts, passes in (
+        ("spec_draft_token_num", "spec_accept_histogram"), ("spec_num_proposed_drafts", "spec_correct_drafts_histogram")
+    ):  # fmt: skip
+        meta = {"spec_verify_ct": 2, drafts: 8, passes: [0, 1, 1]}
+        reply = {"output_ids": [7] * 6, "text": "a", "meta_info": meta}
+        with serving(lambda route, body, headers, reply=reply: (200, reply)) as url:
+            client = SGLangClient(url)
+            answer = client.ask([[1, 5]], SETTINGS)[0]
+        assert answer.tokens == [7] * 6 and answer.accepted == 3 and answer.drafted == 8
+        assert answer.by_depth == (2, 1) and of_answers([answer, answer]) == AcceptanceCounts(4, 10, (4, 2))
     assert client.body([1], Settings())["sampling_params"]["top_k"] == -1
+
+
+def test_openvino_says_what_each_pass_gave():
+    """A pass over the prompt, a draft of 2 accepted whole, one rejected. Passes that do not cover the text say
+    nothing."""
+    client = OpenVinoServer("http://host", "m", 2)
+    for gained, places in (
+        ([1, 3, 1, 2], (None, None, None, Place.AFTER_DRAFT, None, Place.AFTER_REJECTION)),
+        ([1], None),
+    ):
+        answer = client.read({"choices": [{"token_ids": [7] * 6, "gained": gained}]}, SETTINGS)
+        assert answer.tokens == [7] * 6 and answer.places == places
 
 
 def test_penalties_and_log_probabilities_are_asked_for_and_read():

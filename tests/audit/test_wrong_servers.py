@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads.audit.bets import BET_NAMES
-from specheads.audit.clients.client import InProcess
+from specheads.audit.clients.client import InProcess, Place, places_of
 from specheads.audit.evidence import tokens_to_find
 from specheads.audit.run import audit
 from specheads.audit.scoring import Scorer
@@ -28,6 +28,7 @@ ENDS = Settings(max_tokens=LENGTH, eos=frozenset({5, 6}))
 CASES = {
     "residual": (SAMPLED, (0.6, 1.0)), "q-for-p": (SAMPLED, (0.3, 1.0)), "temperature": (SAMPLED, (0.7, 1.3)),
     "late-top-p": (NUCLEUS, (0.2, 1.0)), "stale-keys": (SAMPLED, (0.4, 1.0)), "positions": (SAMPLED, (0.3, 1.0)),
+    "after-rejection": (SAMPLED, (0.6, 1.0)),
     "eos": (ENDS, (0.3, 1.0)), "longer": (SAMPLED, (0.1, 1.0)), "shorter": (SAMPLED, (0.1, 1.0)),
     "repeat": (SAMPLED, (0.1, 0.3)), "penalties": (PENALTY, (0.3, 1.0)), "ties": (GREEDY, (0.05, 0.5)),
     "some-greedy": (SAMPLED, (0.12, 0.3)), "mixed-rows": (SAMPLED, (0.15, 0.5)),
@@ -77,6 +78,33 @@ def test_a_fault_is_found_within_the_tokens_that_its_power_promises(base, settin
     elif tv > 0.001:
         promise = SLOWER.get(fault, 1) * tokens_to_find(tv, config.alpha, len(BET_NAMES))
         assert result.tokens <= promise + BATCH * LENGTH
+
+
+def test_a_fault_of_one_place_is_found_sooner_and_named_if_the_server_says_the_places(base):
+    """Of tokens that are the first after a rejection, 40 % are greedy. A right server that says them passes, and its
+    tokens there, which are a fixed share of all, are no more extreme than z = 4 (1 in 16,000)."""
+    config, found = AuditConfig(max_tokens=4000, batch=4, tv=0.02), []
+    for says in (False, True):
+        server = WrongServer(base, "after-rejection", 0.4, seed=2, says=says)
+        found += audit(Scorer(base), server, prompts(60), [SAMPLED], config).results
+    silent, said = found
+    assert silent.verdict is said.verdict is Verdict.NOT_LOSSLESS and said.tokens < silent.tokens
+    assert f"where a token is {Place.AFTER_REJECTION}: the likeliest" in said.evidence[-1], said
+    assert said.by_place[Place.AFTER_REJECTION]["z"] > 3 and not silent.by_place
+    for settings in (SAMPLED, GREEDY):
+        config = AuditConfig(max_tokens=3600, batch=24, tv=0.12)
+        server = WrongServer(base, seed=4, says=True)
+        (right,) = audit(Scorer(base), server, prompts(150), [settings], config).results
+        place = right.by_place[Place.AFTER_REJECTION]
+        assert right.verdict is Verdict.LOSSLESS and 0.02 < place["tokens"] / right.tokens < 0.95, place
+        assert abs(place["z"]) < 4 if settings is SAMPLED else place["misses"] == 0
+
+
+def test_places_are_known_before_their_tokens():
+    """A pass over the prompt, a draft of 2 rejected at its first, one accepted whole, one cut short, and its next."""
+    rejected, whole = Place.AFTER_REJECTION, Place.AFTER_DRAFT
+    assert places_of([1, 1, 3, 2, 1], [0, 2, 2, 2, 2]) == (None, None, rejected, None, whole, None, None, rejected)
+    assert places_of([1, 3, 1], [0, 6, 6]) == (None, None, None, None, rejected)  # a tree
 
 
 @pytest.mark.parametrize(

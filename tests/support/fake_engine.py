@@ -1,11 +1,11 @@
 """A program that passes for a Python with an engine: it forwards what its server is asked to a server of the test's own
-process, so that it starts at once."""
+process, so that it starts at once. Like vLLM it has a second process, which does not heed SIGTERM."""
 
 import sys
 from pathlib import Path
 
 PROGRAM = """#!{python} -SE
-import json, os, sys, urllib.request
+import json, os, signal, subprocess, sys, urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 if "-c" in sys.argv:
@@ -46,6 +46,11 @@ class Forward(BaseHTTPRequestHandler):
         pass
 
 
+second = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
+second = subprocess.Popen([sys.executable, "-SE", "-c", second], stdout=subprocess.PIPE)
+second.stdout.readline()
+with open("processes", "w") as file:
+    json.dump([os.getpid(), second.pid], file)
 port = int(sys.argv[sys.argv.index("--port") + 1])
 ThreadingHTTPServer(("127.0.0.1", port), Forward).serve_forever()
 """
@@ -53,7 +58,7 @@ ThreadingHTTPServer(("127.0.0.1", port), Forward).serve_forever()
 
 def program(folder, url=""):
     """The program's path. url: of the test's server; without one the engine does not start. It writes the arguments of
-    its last start into arguments.json beside it."""
+    its last start into arguments.json beside it, and the numbers of its processes into processes in its own folder."""
     path = Path(folder, "python")
     arguments = str(Path(folder, "arguments.json"))
     path.write_text(

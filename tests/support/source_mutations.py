@@ -694,6 +694,12 @@ MUTATIONS = (
       "< AGREES * len(probes)", "< 0", "audit/test_diagnosis.py", "wrong_is_not_excused"),
     M("variance of accepted drafts about 0", "audit.acceptance:Comparison.errors",
       "- mean**2", "", "audit/test_acceptance.py", "apart"),
+    M("accepted drafts of a range with those before it", "audit.acceptance:compare",
+      "there[i + 1][0] - there[i][0]", "there[i + 1][0]", "audit/test_acceptance.py", "later_output_positions"),
+    M("bets on a place that are of all tokens", "audit.watch:SampledWatch._split",
+      "group is None or place is group", "True", "audit/test_wrong_servers.py", "one_place"),
+    M("a draft cut short that counts as whole", "audit.clients.client:places_of",
+      "0 < drafts < gain", "0 < drafts <= gain", "audit/test_wrong_servers.py", "places_are_known"),
     # --- pictures and the console ---
     M("a front of points that others beat", "bench.compare.plots:front",
       "point[1][0] > kept[-1][1][0]", "point[1][0] != kept[-1][1][0]", "bench/test_lossy.py", "front"),

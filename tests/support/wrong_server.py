@@ -7,13 +7,14 @@ fault changes one of these, or the context that the target sees. Shapes: B rows,
 
 import torch
 
-from specheads.audit.clients.client import Answer
+from specheads.audit.clients.client import Answer, Place
 from specheads.audit.settings import process
 from tests.support.tiny_models import near, tiny_llama
 
 VOCABULARY = 24
 FAULTS = (
-    "residual", "q-for-p", "temperature", "late-top-p", "stale-keys", "positions", "eos", "longer", "shorter", "repeat",
+    "residual", "q-for-p", "temperature", "late-top-p", "stale-keys", "positions",
+    "after-rejection", "eos", "longer", "shorter", "repeat",
     "penalties", "ties", "some-greedy", "mixed-rows", "stop", "overrun", "logprobs",
 )  # fmt: skip
 
@@ -26,11 +27,13 @@ def audit_base():
 
 
 class Row:
-    """One text. context, positions: what the target's cache holds; block: drafted tokens since the last rejection."""
+    """One text. context, positions: what the target's cache holds; block: drafted tokens since the last rejection;
+    places: of each token."""
 
     def __init__(self, prompt):
         self.prompt, self.tokens, self.block, self.done, self.logprobs = list(prompt), [], 0, False, []
         self.context, self.positions, self.shift = list(prompt), list(range(len(prompt))), 0
+        self.rejected, self.places = False, []
 
     def append(self, token, stale=None):
         position = len(self.prompt) + len(self.tokens) + self.shift
@@ -44,16 +47,16 @@ class Row:
 
 class WrongServer:
     """fault: of FAULTS, or None for the right server; strength: a probability, for "temperature" a factor, for "ties"
-    a gap of logits. distances: the total variation of each token written."""
+    a gap of logits. distances: the total variation of each token written. says: the places of its tokens."""
 
     name = "a tiny server"
 
-    def __init__(self, base, fault=None, strength=0.0, seed=0, noise=0.1):
+    def __init__(self, base, fault=None, strength=0.0, seed=0, noise=0.1, says=False):
         assert fault is None or fault in FAULTS, fault
         self.base, self.head = base, near(base, noise)
         self.fault, self.strength = fault, strength
         self.generator = torch.Generator().manual_seed(seed)
-        self.distances, self.rejections = [], 0
+        self.distances, self.rejections, self.says = [], 0, says
 
     def share(self, fault):
         return self.strength if self.fault == fault else 0.0
@@ -70,7 +73,11 @@ class WrongServer:
         while active := [row for row in rows if not row.done]:
             self.step(active, settings)
         return [
-            Answer(self.end(row.tokens, settings), logprobs=tuple(row.logprobs) if settings.logprobs else None)
+            Answer(
+                self.end(row.tokens, settings),
+                logprobs=tuple(row.logprobs) if settings.logprobs else None,
+                places=tuple(row.places) if self.says else None,
+            )
             for row in rows
         ]
 
@@ -118,12 +125,16 @@ class WrongServer:
             ("some-greedy", torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).float()),
             ("repeat", torch.nn.functional.one_hot(torch.tensor([text[-1] for text, _ in texts]), p.shape[-1]).float()),
             ("mixed-rows", p.roll(1, 0)),
+            ("after-rejection", torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).float()),
         ):
             if (s := self.share(fault)) > 0:
+                if fault == "after-rejection":
+                    s = s * torch.tensor([row.rejected for row in rows])
                 instead = torch.rand(len(rows), generator=self.generator) < s
                 written = torch.where(
                     instead, torch.multinomial(other, 1, generator=self.generator).squeeze(-1), written
                 )
+                s = torch.as_tensor(s).unsqueeze(-1)
                 law = (1 - s) * law + s * other
         self.distances += ((law - p_right).abs().sum(-1) / 2).tolist()
         for b, (row, token, draft, drafted) in enumerate(
@@ -139,6 +150,8 @@ class WrongServer:
             self.rejections += 1
             stale = draft if self.happens("stale-keys") else None
         row.append(token, stale)
+        row.places.append(Place.AFTER_REJECTION if row.rejected else None)
+        row.rejected = not drafted
         if not drafted and self.happens("positions"):
             row.shift += 1
         row.block = row.block + 1 if drafted else 0

@@ -46,7 +46,7 @@ def certify(
         scorer = base.scorer(engine.served(base.served, exported))
         found = audit(scorer, client, prompts, asked, config, report, base.tokenizer)
         model: Any = SpecModel.from_pretrained(exported.folder, base=base.model)
-        greedy = Settings(0.0, max_tokens=asked[0].max_tokens, eos=base.eos)
+        greedy = Settings(0.0, max_tokens=2 * asked[0].max_tokens, eos=base.eos)
         comparison = compare(client, model, prompts[:COMPARED], greedy)
     return {
         "engine": engine.name, "versions": versions, "options": engine.options, "drafted": exported.depth,

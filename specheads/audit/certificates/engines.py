@@ -1,6 +1,7 @@
 """Engines that a certificate starts: the command of each with an exported head, and the client that reads its answers.
 
-An engine runs in a Python of its own, as a server on this machine, with the commands of the export's README.
+An engine runs in a Python of its own, as a server on this machine, with the commands of the export's README. It ends
+with this process, however that ends (supervisor.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -26,6 +27,7 @@ from typing import ClassVar
 
 import torch
 
+from specheads.audit.certificates import supervisor
 from specheads.audit.clients import openvino_server
 from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient, ServerError
 from specheads.audit.clients.openvino import OpenVinoServer
@@ -34,7 +36,6 @@ from specheads.models.formats.export.gguf_files import DRAFT, TARGET
 from specheads.options import OptionError, refuse_unknown
 
 START = 1800.0  # seconds that an engine may take to load and compile
-STOP = 30.0  # seconds that it may take to end by itself
 LAST_MOMENTS = 5.0  # seconds between its last answer and its end
 ASK_VERSIONS = """
 import json, platform, sys
@@ -132,9 +133,10 @@ class Engine(ABC):
         """A client of the running engine, which ends with the block."""
         with tempfile.TemporaryDirectory(prefix="specheads-") as folder, open(Path(folder, "log"), "wb+") as log:
             port = _free_port()
+            command = [sys.executable, "-I", supervisor.__file__, folder, *self.command(exported, port, Path(folder))]
             process = subprocess.Popen(
-                self.command(exported, port, Path(folder)), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment(),
+                start_new_session=True,
             )  # fmt: skip
             try:
                 url = f"http://127.0.0.1:{port}"
@@ -147,7 +149,7 @@ class Engine(ABC):
                     raise error from None
                 raise self._ended("ended during the audit", log.name) from error
             finally:
-                _stop(process)
+                process.communicate()  # closes its standard input, which ends the engine
 
     def _ended(self, what: str, log: str) -> EngineError:
         return EngineError(f"{self.name} {what}: {_last_line(Path(log).read_text('utf8', 'replace'))}")
@@ -198,7 +200,7 @@ class OpenVino(Engine):
         ]  # fmt: skip
 
     def client(self, url: str, exported: Exported) -> HttpClient:
-        return OpenVinoServer(url, exported.base, key="")
+        return OpenVinoServer(url, exported.base, exported.depth, key="")
 
     def served(self, base: torch.dtype, exported: Exported) -> torch.dtype:
         return torch.float32
@@ -272,15 +274,6 @@ def _wait(process: subprocess.Popen[bytes], url: str, ended: Callable[[], Engine
             return
         time.sleep(0.2)
     raise EngineError(f"{url} did not answer /health within {START:g} s")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP)
 
 
 def _last_line(text: str) -> str:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 
 from specheads.audit.settings import Settings
+from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.results import AcceptanceCounts
+
+
+class Place(StrEnum):
+    """Of a token among the passes of its server. It is known before the token is drawn, so a right server's tokens of a
+    place follow the model as all others do. Whether a token was accepted is not: accepted and rejected drafts, each
+    alone, follow other distributions."""
+
+    AFTER_REJECTION = "the first of a pass after a rejection"
+    AFTER_DRAFT = "drawn after a draft was accepted whole"
 
 
 @dataclass(frozen=True)
@@ -17,13 +28,32 @@ class Answer:
     """tokens: with the EOS where it ended the text; none where only a text is known that does not tell them.
 
     What else a server may say of it: text: as it decodes the tokens; logprobs: of each token; drafted, accepted: how
-    many tokens its draft proposed, and how many of them it took."""
+    many tokens its draft proposed, and how many of them it took; by_depth: in how many passes it took at least 1, 2, …;
+    places: of each token, None for all others."""
 
     tokens: list[int]
     text: str | None = None
     logprobs: tuple[float, ...] | None = None
     drafted: int | None = None
     accepted: int | None = None
+    by_depth: tuple[int, ...] = ()
+    places: tuple[Place | None, ...] | None = None
+
+
+def places_of(gained: Sequence[int], drafted: Sequence[int]) -> tuple[Place | None, ...]:
+    """gained: tokens that each pass gave, the one over the prompt first; drafted: the tokens that it verified. Of a
+    tree, which may be accepted to its end and still have other tokens, the pass counts as one with a rejection."""
+    places: list[Place | None] = []
+    rejected = False
+    for gain, drafts in zip(gained, drafted, strict=True):
+        whole = 0 < drafts < gain
+        places += [None] * gain
+        if rejected and gain:
+            places[-gain] = Place.AFTER_REJECTION
+        if whole:
+            places[-1] = Place.AFTER_DRAFT
+        rejected = drafts > 0 and not whole
+    return tuple(places)
 
 
 class Client(Protocol):
@@ -60,8 +90,15 @@ class InProcess:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options = {**settings.generate_options(), "pad_token_id": 0, **self.options}
-        out = self.model.generate(ids, attention_mask=mask.to(ids.device), **options)
-        return [Answer(until_end(row, settings)) for row in out[:, width:].tolist()]
+        out = self.model.generate(ids, attention_mask=mask.to(ids.device), return_dict_in_generate=True, **options)
+        rows = [until_end(row, settings) for row in out.sequences[:, width:].tolist()]
+        if not isinstance(out, SpecGenerateOutput) or not out.steps:
+            return [Answer(row) for row in rows]
+        answers = []
+        for b, row in enumerate(rows):
+            places = places_of([len(step.tokens[b]) for step in out.steps], [step.drafted[b] for step in out.steps])
+            answers.append(Answer(row, places=places[: len(row)]))
+        return answers
 
 
 def until_end(tokens: list[int], settings: Settings) -> list[int]:

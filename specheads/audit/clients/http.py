@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 from specheads.audit.clients.client import Answer
@@ -25,7 +26,9 @@ COUNTERS = re.compile(
     r"^vllm:spec_decode_num_(drafts|accepted_tokens|accepted_tokens_per_pos)(?:_total)?\{(.*)\} (\S+)$", re.M
 )
 POSITION = re.compile(r'position="(\d+)"')
-RETRIED = {408, 425, 429, 500, 502, 503, 504}
+BUSY = {425, 429, 503}  # asked again until the time is over
+RETRIED = {*BUSY, 408, 500, 502, 504}
+LONGEST_DELAY = 30.0  # seconds between two tries
 
 
 class ServerError(OSError):
@@ -36,21 +39,30 @@ class HttpClient(ABC):
     """Asks for all prompts of a call at once, one request each, so that the server batches them.
 
     url: with or without /v1. key: sent as a bearer token (default: the environment's OPENAI_API_KEY). retries: of a
-    request that failed. timeout: seconds without data.
+    request that failed; one that a busy server refuses is sent until its time is over. An answer may take `timeout`
+    seconds, and `patience` seconds for each token of all requests of the call, since a slow server may answer them one
+    after another. One that takes longer is not asked for again, which would make the server slower yet.
     """
 
     route = ""
 
-    def __init__(self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 600.0) -> None:
+    def __init__(
+        self, url: str, *, key: str | None = None, retries: int = 3, timeout: float = 600.0, patience: float = 10.0
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r}: expected an address such as http://localhost:8000")
         self.name, self.key = self.url, os.environ.get(KEY) if key is None else key
-        self.retries, self.timeout, self.delay = retries, timeout, 1.0
+        self.retries, self.timeout, self.patience, self.delay = retries, timeout, patience, 1.0
 
     def ask(self, prompts: Sequence[list[int]], settings: Settings) -> list[Answer]:
+        seconds = self.timeout + self.patience * len(prompts) * settings.max_tokens
+
+        def ask_one(prompt: list[int]) -> Answer:
+            return self.read(self.post(self.body(prompt, settings), seconds), settings)
+
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self.read(self.post(self.body(prompt, settings)), settings), prompts))
+            return list(pool.map(ask_one, prompts))
 
     def counters(self) -> AcceptanceCounts | None:
         """None where the answers say it, or nobody does."""
@@ -63,13 +75,15 @@ class HttpClient(ABC):
     @abstractmethod
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer: ...
 
-    def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to the request; ServerError after the last retry, or at once if a retry would not help."""
+    def post(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to the request within so many seconds; ServerError after the last retry, or at once if a retry
+        would not help."""
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         request = urllib.request.Request(self.url + self.route, json.dumps(body).encode(), headers)
-        for attempt in range(self.retries + 1):
+        limit, failed = time.monotonic() + seconds, 0
+        for attempt in count():
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                with urllib.request.urlopen(request, timeout=seconds) as reply:
                     answer = json.load(reply)
                 if isinstance(answer, dict):
                     return answer
@@ -79,10 +93,16 @@ class HttpClient(ABC):
                 problem = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code not in RETRIED:
                     break
+                failed += error.code not in BUSY
             except (OSError, ValueError) as error:
-                problem = str(error) or type(error).__name__
-            if attempt < self.retries:
-                time.sleep(self.delay * 2**attempt)
+                problem, failed = str(error) or type(error).__name__, failed + 1
+                if "timed out" in problem:  # in a URLError, or bare
+                    problem = f"no answer within {seconds:.0f} s; see its log, or ask for fewer tokens with max_tokens"
+                    break
+            delay = min(self.delay * 2**attempt, LONGEST_DELAY)
+            if failed > self.retries or time.monotonic() + delay > limit:
+                break
+            time.sleep(delay)
         raise ServerError(f"{request.full_url}: {problem}")
 
 
@@ -135,7 +155,8 @@ class OpenAIClient(HttpClient):
 
 
 class SGLangClient(HttpClient):
-    """SGLang's own route, which says how often a text was verified. top_k -1 keeps all tokens there."""
+    """SGLang's own route, which says how often a text was verified, and how many passes accepted 0, 1, … drafts. Newer
+    versions have other names for both. top_k -1 keeps all tokens there."""
 
     route = "/generate"
 
@@ -155,10 +176,15 @@ class SGLangClient(HttpClient):
         if not isinstance(answer.get("output_ids"), list):
             raise ServerError(f"{self.url} sent no output_ids, which an audit needs")
         tokens, meta = [int(token) for token in answer["output_ids"]], answer.get("meta_info") or {}
-        drafted, steps = meta.get("spec_draft_token_num"), meta.get("spec_verify_ct")
+        drafted, steps = (
+            meta.get("spec_num_proposed_drafts", meta.get("spec_draft_token_num")),
+            meta.get("spec_verify_ct"),
+        )
+        passes = meta.get("spec_correct_drafts_histogram", meta.get("spec_accept_histogram")) or ()
+        by_depth = tuple(sum(passes[depth:]) for depth in range(1, len(passes)))
         accepted = len(tokens) - 1 - steps if steps else None
         logprobs = _floats(one[0] for one in meta.get("output_token_logprobs") or ())
-        return Answer(tokens, answer.get("text"), logprobs, drafted, accepted)
+        return Answer(tokens, answer.get("text"), logprobs, drafted, accepted, by_depth)
 
 
 class LlamaCppClient(HttpClient):

@@ -8,18 +8,23 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from specheads.audit.clients.client import Answer, until_end
+from specheads.audit.clients.client import Answer, places_of, until_end
 from specheads.audit.clients.http import OpenAIClient, openai_request
-from specheads.audit.clients.openvino_server import generation_config
+from specheads.audit.clients.openvino_server import gained_tokens, generation_config
 from specheads.audit.settings import Settings
 from specheads.decoding.results import AcceptanceCounts
 
 
 class OpenVinoServer(OpenAIClient):
-    """openvino_server.py."""
+    """openvino_server.py. depth: drafted tokens a pass."""
+
+    def __init__(self, url: str, model: str, depth: int, **options: Any) -> None:
+        super().__init__(url, model, **options)
+        self.depth = depth
 
     def read(self, answer: dict[str, Any], settings: Settings) -> Answer:
-        return Answer(until_end(super().read(answer, settings).tokens, settings))
+        tokens = super().read(answer, settings).tokens
+        return _answer(tokens, answer["choices"][0]["gained"], self.depth, settings)
 
     def counters(self) -> AcceptanceCounts | None:
         with urllib.request.urlopen(f"{self.url}/counters", timeout=self.timeout) as reply:
@@ -44,5 +49,15 @@ class OpenVinoGenAI:
             for name, value in self.options.items():
                 setattr(config, name, value)
             out = self.pipe.generate(ids, config)
-            answers.append(Answer(until_end(list(map(int, out.tokens[0])), settings)))
+            depth = getattr(config, "num_assistant_tokens", 0)
+            gained = gained_tokens(out) if depth else []
+            answers.append(_answer(list(map(int, out.tokens[0])), gained, depth, settings))
         return answers
+
+
+def _answer(tokens: list[int], gained: list[int], depth: int, settings: Settings) -> Answer:
+    """Without places if it does not say which pass gave each token."""
+    tokens = until_end(tokens, settings)
+    if sum(gained) < len(tokens):
+        return Answer(tokens)
+    return Answer(tokens, places=places_of(gained, [0] + [depth] * (len(gained) - 1))[: len(tokens)])

@@ -4,7 +4,8 @@
 
 BASE and HEAD (an export with --to eagle --embeddings, or --to openvino) are converted into FOLDER, in float32. LAYERS:
 the `hidden_layers_list` of an EAGLE-3 head, numbers with spaces between them; empty for others. It answers
-/v1/completions with `token_ids`, /counters with how many drafts were accepted, /health. A request at a time.
+/v1/completions with `token_ids` and `gained`, /counters with how many drafts were accepted, /health. A request at a
+time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def generation_config(genai: Any, asked: dict[str, Any], seed: int) -> Any:
         config.temperature, config.top_p = asked["temperature"], asked["top_p"]
         config.top_k = asked["top_k"] or 2**63 - 1
     return config
+
+
+def gained_tokens(out: Any) -> list[int]:
+    """Of each pass of a pipeline with drafts, that over the prompt first. The last may count tokens past the end."""
+    return [int(gained) for gained in out.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes]
 
 
 def convert(source: str, out: Path) -> None:
@@ -81,13 +87,13 @@ class Pipeline:
             config.num_assistant_tokens = self.depth
             ids = self.openvino.Tensor(self.numpy.array([asked["prompt"]], dtype=self.numpy.int64))
             out = self.pipe.generate(ids, config)
-            written = out.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes[1:]
-            for gained in map(int, written):
+            gains = gained_tokens(out)
+            for gained in gains[1:]:
                 self.steps += 1
                 self.tokens += gained
                 for depth in range(gained - 1):
                     self.by_depth[depth] += 1
-        return {"choices": [{"token_ids": [int(token) for token in out.tokens[0]]}]}
+        return {"choices": [{"token_ids": [int(token) for token in out.tokens[0]], "gained": gains}]}
 
     def counters(self) -> dict[str, Any]:
         return {"steps": self.steps, "tokens": self.tokens, "by_depth": self.by_depth}

@@ -13,9 +13,10 @@ from specheads.bench.compare.decoder_spec import Cell, by_cell
 from specheads.bench.compare.decoder_texts import exact_twin
 from specheads.bench.compare.plots import pictures_of
 from specheads.bench.figures.intervals import ratio_interval, speed
-from specheads.bench.figures.samples import GRAM, POSITIONS, Round, figures, work_of
+from specheads.bench.figures.samples import GRAM, Round, figures, work_of
 from specheads.bench.report import format_figure, format_interval, markdown
 from specheads.decoding.acceptance import rule_named
+from specheads.decoding.results import POSITIONS
 from specheads.files import write_whole
 from specheads.pictures import save
 

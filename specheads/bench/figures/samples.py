@@ -13,11 +13,10 @@ from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
 from specheads.bench.runner import Race, TimedRun, first_difference
-from specheads.decoding.results import AcceptanceCounts
+from specheads.decoding.results import POSITIONS, AcceptanceCounts
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
-POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
 GRAM = 8  # a token counts as repeated if the n-gram of this length that it completes has occurred before
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads import SpecModel, terminal
-from specheads.audit.acceptance import COMPARED, Comparison, compare
+from specheads.audit.acceptance import COMPARED, TOKENS, Comparison, compare
 from specheads.audit.base import Base
 from specheads.audit.clients.http import HttpClient, LlamaCppClient, OpenAIClient, SGLangClient
 from specheads.audit.clients.text import TextClient, TransformersServe
@@ -47,7 +47,7 @@ def _compare(options: AuditOptions, client: HttpClient, base: Base, prompts: lis
     if options.head is None:
         return None
     model: Any = SpecModel.from_pretrained(options.head, base=base.model)
-    comparison = compare(client, model, prompts[:COMPARED], Settings(0.0, eos=base.eos))
+    comparison = compare(client, model, prompts[:COMPARED], Settings(0.0, max_tokens=TOKENS, eos=base.eos))
     if comparison is None:
         say("specheads audit", f"{client.name} does not say what it drafted, so --head is not compared")
     return comparison

@@ -695,6 +695,8 @@ MUTATIONS = (
       "(1.005, end)", "(0.9, end)", "test_pictures.py", "thread"),
     M("dark colours of fills alone", "pictures:svg",
       'for name in ("fill", "stroke")', 'for name in ("fill",)', "test_pictures.py", "dark"),
+    M("an answer for comparison after its own turn", "cli.chat.console:Console._answer_again",
+      "session.turns[:before]", "session.turns", "cli/test_chat_console.py", "leaves_the_conversation"),
     M("probability of a draft at its own node", "cli.chat.tree:drawn",
       "probs[parents[node], tokens[node]]", "probs[node % len(probs), tokens[node]]",
       "cli/test_chat_console.py", "last_tree"),

@@ -109,8 +109,8 @@ class Session:
     def forget(self) -> None:
         """Forget the conversation."""
         self.turns: list[tuple[str, str]] = []  # (prompt, answer)
-        kept = not (self.models.target.config.is_encoder_decoder or has_state(self.models.target))
-        self._caches = [DynamicCache() if kept else None for _ in range(2)]  # of each way to answer
+        self.last: tuple[str, int, int] | None = None  # the last prompt, its seed, and the number of turns before it
+        self._caches: list[DynamicCache | None] = []  # of each way to answer
 
     def change(self, name: str, text: str) -> None:
         """Run the command `/name text`. If it raises ValueError, nothing has changed."""
@@ -130,17 +130,19 @@ class Session:
         self.options = new
 
     def ways(self, options: ChatOptions | None = None) -> list[Way]:
-        """How the next prompt is answered: by the settings and, if something is compared, by those too."""
+        """How the next prompt is answered: by the settings, and by each that are compared with them."""
         first = self.options if options is None else options
-        second = compared(first)
-        ways = [self._way(first, 0)]
-        return ways if second is None else [*ways, replace(self._way(second, 1), name=str(first.compare))]
+        others = enumerate(compared(first), start=1)
+        return [self._way(first, 0), *(replace(self._way(other, i), name=name) for i, (name, other) in others)]
 
     def _way(self, options: ChatOptions, index: int) -> Way:
         shaped = options.tree is not None or options.accept is not None
         name, drafter = self.models.choose(options.draft, shaped=shaped)
         plan, rule = as_plan(options.tree, drafter), as_rule(options.accept)
         label = ", ".join(filter(None, (name or "no drafts", options.tree, options.accept)))
+        kept = not (self.models.target.config.is_encoder_decoder or has_state(self.models.target))
+        while len(self._caches) <= index:
+            self._caches.append(DynamicCache() if kept else None)
         return Way(label, drafter, plan, rule, options.sampling(), self._caches[index])
 
     def prompt_ids(self, prompt: str) -> list[int]:

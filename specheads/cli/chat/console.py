@@ -204,6 +204,8 @@ class Console:
             notes.append(f"turn {len(self.session.turns)}")
         if notes:
             self._say(", ".join(notes))
+        if self.session.options.compare is None and answers[0].loss is not None:
+            self._say(answers[0].loss)
 
     def _emit(self, text: str, seed: int, answers: list[Answer]) -> None:
         first, *others = (figures(answer, answers) for answer in answers)

@@ -17,6 +17,7 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import as_plan
 from specheads.files import write_whole
 from specheads.models.named import Models
+from specheads.models.payoff import Drafted, loss, watch_head
 
 
 def run(options: GenerateOptions) -> None:
@@ -38,7 +39,16 @@ def run(options: GenerateOptions) -> None:
         result: Any = generate(models.target, **inputs, **arguments, return_dict_in_generate=True)
         emit({**options.record(), "drafter": name, **record(models, prompt, result)})
     else:
-        result = show(models, prompt, inputs, arguments, live=options.live)
+        with watch_head() as uses:
+            result = show(models, prompt, inputs, arguments, live=options.live)
+        if drafter is not None:
+            text = Drafted(
+                draft=options.draft, drafter=drafter, plan=arguments["tree"], steps=result.steps, uses=uses,
+                prompt=inputs["input_ids"].shape[1], limit=options.max_new_tokens, sampled=options.temperature > 0,
+                compiled=options.compile,
+            )  # fmt: skip
+            if (line := loss(models, text)) is not None:
+                terminal.make_console(stderr=True).print(line, soft_wrap=True)
     if options.svg is not None:
         tokens, depths = tokens_of(result)
         write_whole(options.svg, text_svg(prompt, tokens, depths, len(result.steps), models.tokenizer))

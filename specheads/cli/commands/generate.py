@@ -13,6 +13,7 @@ from specheads.cli.text import depth_counts, legend, write_text
 from specheads.cli.text_picture import text_svg
 from specheads.data.chat_template import template_of
 from specheads.decoding.acceptance import as_rule
+from specheads.decoding.drafters.retokenize import TextPieces
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import as_plan
 from specheads.files import write_whole
@@ -89,12 +90,15 @@ def tokens_of(result: Any) -> tuple[list[int], list[int]]:
 
 
 def record(models: Models, prompt: str, result: Any) -> dict[str, Any]:
-    """The text with its tokens, their draft depths, and the statistics."""
+    """The text with its tokens, their pieces of it and draft depths, and the statistics."""
     tokens, depths = tokens_of(result)
+    pieces = TextPieces(models.tokenizer)
     return {
         "base": models.target.name_or_path, "prompt": prompt,
         "text": models.tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens,
-        "draft_depths": depths, "statistics": result.statistics(),
+        "draft_depths": depths,
+        "pieces": [pieces.add(token, last=i == len(tokens) - 1) for i, token in enumerate(tokens)],
+        "statistics": result.statistics(),
     }  # fmt: skip
 
 

@@ -697,8 +697,6 @@ MUTATIONS = (
       'for name in ("fill", "stroke")', 'for name in ("fill",)', "test_pictures.py", "dark"),
     M("a tree's node counted without its ancestors", "bench.decoders:accepted_nodes",
       "range(1, len(path) + 1)", "range(len(path), len(path) + 1)", "bench/test_bench.py", "nodes_are_counted"),
-    M("a page as wide as its tables", "bench.web.parts:table",
-      '<div class="wide">', "<div>", "bench/test_report_page.py", "browser"),
     M("drafting that costs a pass of the base alone", "models.payoff:over_plain",
       "spent += costs.draft(1, levels[: max(0, drafted - 1)], unread)", "pass", "cli/test_drafting_loss.py", "levels"),
     M("bundled costs of any machine", "models.payoff:over_plain",

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.audit.certificates.certificate import lines_of
 from specheads.cli.app import output
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.checkpoints import InfoOptions
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.heads import HEADS
@@ -137,7 +138,8 @@ def show(record: dict[str, Any]) -> None:
             print(name.replace("_", " "))
             known = {k: v for k, v in value.items() if v is not None}
             inner = max(map(len, known), default=0)
-            print("".join(f"  {k:<{inner}}  {_shown(v)}\n" for k, v in known.items()), end="")
+            for k, v in known.items():
+                print_hanging(f"  {k:<{inner}}  {_shown(v)}", inner + 4)
             continue
         if name in _UNITS and value is not None:
             name, value = _UNITS[name][0], f"{value:{_UNITS[name][1]}}"
@@ -145,7 +147,7 @@ def show(record: dict[str, Any]) -> None:
             value = "none"
         elif isinstance(value, list):
             value = ", ".join(map(str, value)) or "none"
-        print(f"{name.replace('_', ' '):<{width}}  {value}")
+        print_hanging(f"{name.replace('_', ' '):<{width}}  {value}", width + 2)
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from specheads.cli.hanging import print_hanging
 from specheads.cli.options.checkpoints import InfoOptions
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.heads import HEADS
-from specheads.hub import did_you_mean
+from specheads.hub import did_you_mean, refuse_absent_shipped
 from specheads.models import saved_head
 from specheads.models.base.state_size import state_size
 from specheads.models.costs import cost_files
@@ -37,6 +37,7 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the folder of a checkpoint")
     if not path.is_dir():
+        refuse_absent_shipped(str(path))
         hint = did_you_mean(str(path), "model")
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
     foreign = find_foreign(path)

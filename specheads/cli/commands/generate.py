@@ -49,7 +49,7 @@ def run(options: GenerateOptions) -> None:
                 compiled=options.compile,
             )  # fmt: skip
             if (line := loss(models, text)) is not None:
-                terminal.make_console(stderr=True).print(line, soft_wrap=True)
+                terminal.make_console(stderr=True).print(line)
     if options.svg is not None:
         tokens, depths = tokens_of(result)
         write_whole(options.svg, text_svg(prompt, tokens, depths, len(result.steps), models.tokenizer))

@@ -127,8 +127,8 @@ class Console:
         """Answer; after Ctrl-C the answer so far is shown, and the conversation continues without this prompt."""
         text = terminal.utf8_text(text, "the prompt")
         session, seed = self.session, self.session.seed()
-        session.last = (text, seed, len(session.turns))
         answers, stopped = self._answer(text, seed)
+        session.last = (text, seed, len(session.turns))  # not of a prompt that was refused
         if stopped:
             self._say("stopped; the conversation continues without this turn" if session.options.chat else "stopped")
         elif session.options.chat:

@@ -43,11 +43,7 @@ def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
     name = os.fspath(name)
     if Path(name).exists() or hub.get("local_files_only"):
         return {}
-    if name.startswith("checkpoints/") and not Path("checkpoints").is_dir():  # as in help texts, README and recipes
-        raise FileNotFoundError(
-            f"there is no {name} here: the models in checkpoints/ come with the repository, not with the wheel; start "
-            "in its folder, or name a model of your own; `specheads demo` trains a head in runs/demo"
-        )
+    refuse_absent_shipped(name)
     if "://" in name:
         raise FileNotFoundError(f"{name} is an address; give a folder or a hub id, such as owner/name")
     what = "folder" if kind == "model" else "file or folder"
@@ -69,6 +65,15 @@ def hub_options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
             f"{absent}, and the hub has no {kind} of that name; a private one needs `hf auth login`"
         )
     raise FileNotFoundError(f"{absent}, and the hub cannot be asked for it ({why})")
+
+
+def refuse_absent_shipped(name: str) -> None:
+    """FileNotFoundError for a shipped model, named as in help texts, README and recipes, where none are."""
+    if name.startswith("checkpoints/") and not Path("checkpoints").is_dir():
+        raise FileNotFoundError(
+            f"there is no {name} here: the models in checkpoints/ come with the repository, not with the wheel; start "
+            "in its folder, or name a model of your own; `specheads demo` trains a head in runs/demo"
+        )
 
 
 def did_you_mean(name: str, kind: str = "file") -> str:

@@ -72,11 +72,12 @@ def write(console: Console, text: str, style: str = "") -> None:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
     """A table whose first `left` columns are left-aligned, the others right-aligned. If there is too little space,
-    columns wrap between words only."""
+    names of columns and left-aligned cells wrap between words."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     rows = list(rows)
     for i, name in enumerate(columns):
-        words = " ".join((name, *(row[i] for row in rows))).split()
+        cells = [row[i] for row in rows]
+        words = [*name.split(), *(cells if i >= left else " ".join(cells).split())]
         table.add_column(name, justify="right" if i >= left else "left", min_width=max(map(cell_len, words), default=0))
     for row in rows:
         table.add_row(*row)
@@ -84,21 +85,21 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def print_table(console: Console, shown: Table) -> None:
-    """Print a complete table. If there is too little space, columns become as narrow as their longest word, then the
+    """Print a complete table. If a terminal has too little space, columns become as narrow as they can, then the
     gaps between them narrow, too; lines that are still wider than the console continue on the next line."""
     endless = console.options.update_width(1000)
 
     def width() -> int:
         return console.measure(shown, options=endless).maximum
 
-    if width() > console.width:
+    if console.is_terminal and width() > console.width:
         for column in shown.columns:
             column.width = column.min_width
         for gap in (1, 0):  # besides the box's own
             shown.padding = (0, gap, 0, 0)
             if width() <= console.width:
                 break
-        shown.width = width()
+    shown.width = width()
     console.print(shown, crop=False, soft_wrap=False)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 from specheads.bench.runner import Decoder, Output, Stopwatch
@@ -16,7 +18,7 @@ from specheads.data.conversation import Conversation
 from specheads.decoding.generation import prompt_batches
 
 CONVERSATIONS = "conversations"
-COUNTS = ("gained", "rows_stepped", "steps")
+COUNTS = ("gained", "rows_stepped", "steps", "accepted_nodes")
 
 
 def draw_numbers(count: int, low: int, high: int, seed: int, use: str) -> list[int]:
@@ -65,7 +67,7 @@ def join_outputs(outputs: Sequence[Output]) -> Output:
     known = [name for name in COUNTS if all(name in output.statistics for output in outputs)]
     return Output(
         [row for output in outputs for row in output.tokens],
-        {name: sum(output.statistics[name] for output in outputs) for name in known},
+        {name: reduce(add, (output.statistics[name] for output in outputs)) for name in known},
         [row for output in outputs for row in output.gains] if all(output.gains for output in outputs) else [],
         {part: sum(output.parts.get(part, 0.0) for output in outputs) for part in outputs[0].parts},
         sum(seconds) if len(seconds) == len(outputs) else None,

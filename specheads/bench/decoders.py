@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -127,7 +129,8 @@ def specheads_generate(
         reviews = {}
         if isinstance(draft, Cascade) and len(tokens) == 1:  # the rows of a batch share the passes that it counts
             reviews = {"draft_reviews": list(draft.reviews if gains[0][1:] else [0] * len(draft.drafts))}
-        return Output(tokens, out.statistics() | counts(gains) | reviews, gains, accepted=accepted)
+        nodes = accepted_nodes(ranks for step in out.steps for ranks in step.ranks)
+        return Output(tokens, out.statistics() | counts(gains) | nodes | reviews, gains, accepted=accepted)
 
     def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer, seeds: list[int] | None) -> Output:
         rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
@@ -137,7 +140,8 @@ def specheads_generate(
         gains = [[len(step.tokens[0]) for step in result.steps] for result in results]
         accepted = [[step.accepted[0] for step in result.steps] for result in results]
         tokens = [result.tokens for result in results]
-        return Output(tokens, {"steps": parts.steps} | counts(gains), gains, accepted=accepted)
+        nodes = accepted_nodes(step.ranks[0] for result in results for step in result.steps)
+        return Output(tokens, {"steps": parts.steps} | counts(gains) | nodes, gains, accepted=accepted)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         inputs, limits, seeds = take_row_options(batch, max_new_tokens)
@@ -161,6 +165,13 @@ def counts(gains: list[list[int]]) -> dict[str, Any]:
     """The statistics that samples use. gains: per row the tokens gained in each of its steps."""
     later = [gained for row in gains for gained in row[1:]]
     return {"rows_stepped": len(later), "gained": sum(later)}
+
+
+def accepted_nodes(ranks: Iterable[Sequence[int]]) -> dict[str, Any]:
+    """The statistic of that name: how often each node of a tree was accepted. A node is the path of sibling ranks to
+    it, such as 0.2 for the third choice below the first. ranks: of the accepted path of each step and row."""
+    paths = (".".join(map(str, path[:depth])) for path in ranks for depth in range(1, len(path) + 1))
+    return {"accepted_nodes": Counter(paths)}
 
 
 class PartTimer:

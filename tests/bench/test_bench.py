@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from specheads.bench import decoders, environment, report
-from specheads.bench.batches import batch_by_batch, draw_numbers, split
+from specheads.bench.batches import batch_by_batch, draw_numbers, join_outputs, split
 from specheads.bench.prompts import held_out_prompts, read_prompts
 from specheads.bench.runner import Output, race, time_batch, turns
 from specheads.decoding.drafters import DraftModel
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
-from specheads.decoding.planner import chain
+from specheads.decoding.planner import chain, default_static
 from specheads.models.convert import convert
 
 
@@ -203,6 +203,31 @@ def test_a_draft_that_ends_the_text_is_counted_at_its_depth(base, batch_size, mo
     assert row["accepted_by_depth"] == [sum(count >= d for count in taken) / len(taken) for d in range(1, 5)]
     parts = batch_by_batch(racers["own"], 2)(batch, None)
     assert (parts.tokens, parts.gains, parts.accepted) == (run.tokens, run.gains, run.accepted)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_nodes_are_counted_by_the_ranks_that_a_pass_over_the_text_gives_their_tokens(base, batch_size):
+    """The base drafts for itself, so the choices of a node are the likeliest tokens of its own distribution."""
+    ids = torch.tensor([[1, 5, 9, 11], [1, 7, 3, 8], [4, 4, 2, 6]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "seeds": [3, 4, 5]}
+    own = decoders.specheads_generate(base, 24, draft=DraftModel(base), plan=default_static(40, 3),
+                                      batch_size=batch_size, do_sample=True, temperature=0.3)  # fmt: skip
+    run = own(batch, None)
+    counted = Counter()
+    for prompt, tokens, gains, accepted in zip(ids.tolist(), run.tokens, run.gains, run.accepted, strict=True):
+        logits = base(torch.tensor([[*prompt, *tokens]])).logits[0]
+        at = gains[0]
+        for gained, count in zip(gains[1:], accepted[1:], strict=True):
+            ranks = [int((logits[len(prompt) + i - 1] > logits[len(prompt) + i - 1, tokens[i]]).sum())
+                     for i in range(at, at + count)]  # fmt: skip
+            counted.update(".".join(map(str, ranks[:depth])) for depth in range(1, count + 1))
+            at += gained
+    assert run.statistics["accepted_nodes"] == counted and any("1" in node for node in counted)
+    row = report.summary(race({"own": own}, [batch], repeats=2), "own")["own"]
+    steps = run.statistics["rows_stepped"]
+    assert row["accepted_nodes"] == {node: count / steps for node, count in counted.items()}
+    if batch_size is None:
+        assert join_outputs([run, run]).statistics["accepted_nodes"] == counted + counted
 
 
 RAGGED = {

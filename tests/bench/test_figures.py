@@ -172,7 +172,7 @@ def test_a_decoder_that_only_counts_steps_has_an_accepted_length_alone():
     assert found["accepted_length"] == 2 and found["accepted_by_depth"] is None
     assert samples.accepted([one_round(0, peer={**one_sample(1.0, []), "tokens": [9]})], "peer") == {
         "accepted_length": None, "accepted_drafts": None, "accepted_by_depth": None, "accepted_by_category": None,
-        "accepted_by_position": None,
+        "accepted_by_position": None, "accepted_nodes": None,
     }  # fmt: skip
 
 

@@ -233,6 +233,9 @@ def test_tab_completes_commands_and_their_values(tmp_path, monkeypatch):
         "/accept fuzzy:tv": ["fuzzy:tv:"], "/tree co": ["comb:"], "/tree ": [f"{kind}:" for kind in PLANS],
         "/draft lo": ["lookup "], "/draft no": ["none "], "/draft mo": ["model:"], "/nonsense ": [], "/seed 1": [],
         "/draft hea": ["head ", "heads/", "headway/"], "/draft heads/e": ["heads/eagle3/"], "/draft nowhere/": [],
+        "/compare dr": ["draft="], "/compare t": ["tree=", "temperature=", "top_p=", "top_k="],
+        "/compare se": [], "/compare draft=no": ["draft=none "], "/compare draft=none draft=lo": ["draft=lookup "],
+        "/compare draft=head tree=co": ["tree=comb:"], "/compare draft=heads/e": ["draft=heads/eagle3/"],
         f"/draft {tmp_path}/heads/": [f"{tmp_path}/heads/eagle3/", f"{tmp_path}/heads/medusa/"],
     }  # fmt: skip
     for line, words in offered.items():
@@ -293,4 +296,4 @@ def test_the_record_of_a_prompt_has_the_settings_that_were_typed(shipped, capsys
         out = run(capsys, "chat", shipped / "eagle3", "--max-new-tokens", 4, "--no-chat", "--json")[1]
     record = json.loads(out)
     assert set(record["settings"]) == set(SETTINGS) and record["settings"]["tree"] == "chain:2"
-    assert record["drafter"] == "eagle3 head, chain:2" and record["compared"] is None and record["speedup"] is None
+    assert record["drafter"] == "eagle3 head, chain:2" and not record["compared"] and record["speedup"] is None

@@ -85,8 +85,27 @@ def test_json_gives_an_object_a_prompt_and_nothing_else_on_stdout(piped):
     first, second, third = map(json.loads, out.splitlines())
     assert code == 0 and first["prompt"] == "x = " and first["seed"] == 3 and first["settings"]["tree"] == "chain:2"
     for record in (first, second, third):
-        assert record["same_text"] and record["text"] == record["compared"]["text"]
+        assert record["same_text"] and [record["text"]] == [other["text"] for other in record["compared"]]
     assert second["seed"] != third["seed"] and second["token_ids"] != third["token_ids"]
+
+
+def test_compare_answers_the_last_prompt_again_with_its_seed_and_leaves_the_conversation(piped, shipped, capsys):
+    """Each further answer against `generate` with those settings and that seed."""
+    lines = "/compare draft=none\nhi\n/compare draft=lookup temperature=0 draft=head tree=chain:2\n/compare\nand?\n"
+    code, out, err = piped(lines, "--json", "--temperature", 1)
+    first, again, later = map(json.loads, out.splitlines())
+    assert code == 0 and "/compare: –" in err
+    assert (again["prompt"], again["seed"], again["text"]) == ("hi", first["seed"], first["text"])
+    asked = {"draft=lookup temperature=0": ["--draft", "lookup"],
+             "draft=head tree=chain:2": ["--draft", "head", "--tree", "chain:2", "--temperature", "1"]}  # fmt: skip
+    assert [other["drafter"] for other in again["compared"]] == [*asked] and len(first["compared"]) == 1
+    for other, words in zip(again["compared"], asked.values(), strict=True):
+        ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--seed", first["seed"], *words)
+        assert other["token_ids"] == json.loads(run(capsys, *ask, "--prompt", "<user>hi<a>")[1])["token_ids"]
+    assert not later["compared"] and later["prompt"] == "and?"
+    ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--temperature", 1, "--draft", "none")
+    whole = f"<user>hi<assistant>{first['text']}<user>and?<a>"  # the repeated answer is no turn
+    assert later["text"] == json.loads(run(capsys, *ask, "--seed", later["seed"], "--prompt", whole)[1])["text"]
 
 
 def test_a_conversation_continues_and_clear_forgets_it(piped, shipped, capsys):

@@ -135,3 +135,17 @@ def test_the_lines_on_speed_say_what_to_do(monkeypatch):
     assert machine._threads({"torch_threads": 2, "cores": 2, "load_average": 1.0}) == "2 on 2 cores"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert machine._compiler().startswith("none of no-such-compiler, so torch.compile fails")
+
+
+def test_long_values_continue_below_themselves_in_a_terminal_and_are_one_line_elsewhere(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    record = report.examine(network=False)
+    report.show(record)
+    piped = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    report.show(record)
+    shown = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 60 >= max(map(len, shown.splitlines()))
+    assert shown.split() == piped.split() and len(shown.splitlines()) > len(piped.splitlines())
+    continued = [line for line in shown.splitlines() if line.startswith(" " * 23)]
+    assert all(len(line) - len(line.lstrip()) in (23, 34) for line in continued) and continued

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from specheads import pictures
 from specheads.bench.compare.decoder_spec import Cell, by_cell
 from specheads.bench.compare.decoder_texts import exact_twin
 
+NODES_SHOWN = 40  # of a tree
 AXES = {"nats": "nats a token from the base (at T = 0 mean KL)", "accuracy": "accuracy (share of right answers)"}
 
 
@@ -74,6 +75,66 @@ def _in_line(order: Sequence[Cell]) -> int:
     first = order[0]
     alike = [cell for cell in order if (cell.prompts, cell.temperature) == (first.prompts, first.temperature)]
     return max(len(alike), 1) if len(alike) > 1 else max(2, sum(cell.prompts == first.prompts for cell in order))
+
+
+def time_splits(rows: Sequence[dict[str, Any]], look: pictures.Look) -> Any:
+    """Where the time of a cell's decoders went: a bar each, of the shares of the loop's parts, for those that know."""
+    known = [row for row in rows if row["shares"]]
+    parts = [part for part in known[0]["shares"] if any(row["shares"].get(part, 0.0) >= 0.005 for row in known)]
+    whole, panels = pictures.panels(1, 1, 5.4, 0.3 * len(known) + 0.9)
+    panel = panels[0, 0]
+    for level, row in enumerate(known):
+        start = 0.0
+        for i, part in enumerate(parts):
+            share = row["shares"].get(part, 0.0)
+            panel.barh(level, share, left=start, height=0.7, color=look.color(i), label=None if level else part)
+            if share >= 0.07:
+                panel.text(start + share / 2, level, f"{share:.0%}", ha="center", va="center", color=look.page,
+                           fontsize=pictures.SMALL)  # fmt: skip
+            start += share
+    panel.set(xlim=(0, 1), ylim=(len(known) - 0.45, -0.55))
+    panel.set_yticks(range(len(known)), [row["decoder"] for row in known])
+    panel.tick_params(axis="y", length=0)
+    panel.grid(visible=False)
+    panel.xaxis.set_major_formatter("{x:.0%}")
+    whole.legend(loc="outside upper center", ncols=len(parts), frameon=False, fontsize=pictures.SMALL)
+    return whole
+
+
+def tree_heat(nodes: Mapping[str, float], look: pictures.Look) -> Any:
+    """The nodes of a tree, by depth from left to right and by rank among siblings downwards, each the stronger coloured
+    the more steps accepted it. nodes: ranks on the path to a node, such as 0.2 → share of steps; the largest are drawn.
+    """
+    largest = sorted(nodes, key=lambda name: (-nodes[name], name.count(".")))[:NODES_SHOWN]
+    paths = sorted(tuple(map(int, name.split("."))) for name in largest)
+    lines: dict[tuple[int, ...], int] = {(): 0}  # a node's first child is on its line
+    parents: set[tuple[int, ...]] = set()
+    for path in paths:
+        parent = path[:-1]
+        lines[path] = max(lines.values()) + 1 if parent in parents else lines[parent]
+        parents.add(parent)
+    deepest, lowest = max(map(len, paths)), max(lines.values())
+    whole, panels = pictures.panels(1, 1, max(5.4, 0.75 * deepest + 0.9), 0.29 * (lowest + 1) + 0.6)
+    panel = panels[0, 0]
+    for path, line in lines.items():
+        if path:
+            above = len(path) - 1, lines[path[:-1]]
+            panel.plot(
+                [above[0], above[0], len(path)], [above[1], line, line], color=look.soft, linewidth=0.8, zorder=1
+            )
+        share = nodes[".".join(map(str, path))] if path else 1.0
+        name = f"{share:.0%}" if share >= 0.005 else "<1%"
+        hides = {"facecolor": look.page, "edgecolor": look.soft, "linewidth": 0.8}
+        tints = {"facecolor": look.color(0), "edgecolor": "none", "alpha": 0.6 * share}
+        for color, box in (("none", hides), (look.ink, tints)):
+            panel.text(len(path), line, name, ha="center", va="center", fontsize=pictures.SMALL, color=color,
+                       bbox={"boxstyle": "round,pad=0.3", **box})  # fmt: skip
+    panel.set(xlim=(-0.5, deepest + 0.5), ylim=(lowest + 0.6, -0.6), xlabel="depth, the root being the last token")
+    panel.set_xticks(range(deepest + 1))
+    panel.set_yticks([])
+    panel.grid(visible=False)
+    panel.spines["left"].set_visible(False)
+    return whole
 
 
 def trade_offs(record: dict[str, Any], look: pictures.Look, *, across: int = 2) -> Any:

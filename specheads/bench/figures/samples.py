@@ -7,6 +7,7 @@ A Round is one prompt batch through all decoders: {"prompts": name of the set, "
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
@@ -25,9 +26,9 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
     tokens gained in each step, the prefill first, [] if unknown; prefill: its seconds, None if unknown; parts: seconds
     by part of the loop; differs_at: per row the index of the first token that differs from the reference's, None where
     the texts are equal; and, if the decoder counts them, gained and rows_stepped: tokens after the prefill and the
-    steps that gave them; steps: of the loop; draft_reviews: passes of each draft of a cascade; accepted: like gains,
-    but only drafted tokens; rows: decoded at a time, if
-    the texts are more than that, since a conversation has a text for each turn.
+    steps that gave them; steps: of the loop; accepted_nodes: how often each node of a tree was accepted; draft_reviews:
+    passes of each draft of a cascade; accepted: like gains, but only drafted tokens; rows: decoded at a time, if the
+    texts are more than that, since a conversation has a text for each turn.
 
     by_text: the result of split_by_text, for a batch of one row. Without a reference, differs_at is None."""
     parts = dict(run.output.parts)
@@ -37,7 +38,7 @@ def sample(run: TimedRun, reference: TimedRun | None = None) -> Sample:
         pairs = zip(run.output.tokens, reference.output.tokens, strict=True)
         differs = [first_difference(row, other) for row, other in pairs]
     known = run.output.statistics
-    names = ("gained", "rows_stepped", "steps", "draft_reviews")
+    names = ("gained", "rows_stepped", "steps", "accepted_nodes", "draft_reviews")
     counts: dict[str, Any] = {name: known[name] for name in names if name in known}
     if run.output.accepted:
         counts["accepted"] = run.output.accepted
@@ -133,7 +134,8 @@ def judged(rounds: Sequence[Round], name: str) -> dict[str, Any]:
 
 def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """Accepted length overall, by the prompt's category and by the range of output positions in which the step began
-    (its first position → accepted length); and the share of steps that accepted a draft at depth 1, 2, …
+    (its first position → accepted length); and the share of steps that accepted a draft at depth 1, 2, …, and each node
+    of a tree (sibling ranks on the path to it → share).
 
     If a decoder does not report how many of a step's tokens were drafted, all but the last are assumed to be."""
     gains: list[int] = []
@@ -158,8 +160,11 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         total, steps = sum(n for n, _ in counts), sum(n for _, n in counts)
         return {
             "accepted_length": total / steps if steps else None, "accepted_drafts": None, "accepted_by_depth": None,
-            "accepted_by_category": None, "accepted_by_position": None,
+            "accepted_by_category": None, "accepted_by_position": None, "accepted_nodes": None,
         }  # fmt: skip
+    nodes: Counter[str] = Counter()
+    for round_ in rounds:
+        nodes.update(round_["decoders"][name].get("accepted_nodes", {}))
     counted = AcceptanceCounts.count(gains, drafts)
     return {
         "accepted_length": counted.tokens_per_step,
@@ -167,6 +172,7 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         "accepted_by_depth": counted.shares,
         "accepted_by_category": {category: _mean(values) for category, values in sorted(by_category.items())} or None,
         "accepted_by_position": {str(start): _mean(values) for start, values in sorted(by_position.items())},
+        "accepted_nodes": {path: count / len(gains) for path, count in nodes.most_common()} or None,
     }
 
 

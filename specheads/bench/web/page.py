@@ -1,4 +1,4 @@
-"""One HTML file of training runs, benches, sweeps and step costs: charts, tables, configuration, command."""
+"""One HTML file of training runs, benches, sweeps, step costs and printed records: charts, tables, command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from specheads import pictures
 from specheads.bench import environment
 from specheads.bench.compare import report
 from specheads.bench.compare.decoder_spec import by_cell
-from specheads.bench.compare.plots import pictures_of
+from specheads.bench.compare.plots import pictures_of, time_splits, tree_heat
+from specheads.bench.web import printed
+from specheads.bench.web.parts import STYLE, code, heat, table
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.files import write_whole
 from specheads.models.files import RECIPE, RESULTS, STATE, history, numbers, results
@@ -26,36 +28,13 @@ BENCH = f"{report.NAME}.json"
 _MAX_BYTES = 256 << 20  # of a bench's record, which holds every step
 
 
-def _variables(look: pictures.Look) -> str:
-    parts = {"ink": look.ink, "soft": look.soft, "page": look.page, "rule": look.rule, "mark": look.color(0)}
-    return ":root{" + "".join(f"--{name}:{color};" for name, color in parts.items()) + "}"
-
-
-_STYLE = (
-    f"""
-{_variables(pictures.LIGHT)}@media(prefers-color-scheme:dark){{{_variables(pictures.DARK)}}}
-"""
-    + """:root{color-scheme:light dark}
-*{box-sizing:border-box}body{margin:0 auto;max-width:60rem;padding:1rem;background:var(--page);color:var(--ink);
-font:16px/1.5 system-ui,sans-serif}h1{font-size:1.5rem}h2{margin-top:2.5rem;border-top:1px solid var(--rule);
-padding-top:1rem;overflow-wrap:anywhere}h3{margin-bottom:.3rem}p.note{color:var(--soft);margin:.2rem 0}
-.wide,pre{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}
-pre{background:color-mix(in srgb,var(--rule) 45%,transparent);padding:.7rem;
-font-size:.85rem}svg{width:100%;max-width:38rem;height:auto;display:block;margin:.8rem 0}
-.heat{background:color-mix(in srgb,var(--mark) calc(var(--share)*60%),transparent)}
-"""
-)
-
-
 def write(path: Path, runs: Sequence[Path]) -> None:
     """Write the page of these runs. ValueError or OSError, in one line, for what is no run; nothing is written then."""
     sections = [f"<h2>{escape(run.as_posix())}</h2>{''.join(section(run))}" for run in runs]
     title = "specheads: " + ", ".join(run.name for run in runs)
     head = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
     )
     body = (
         f"<body><h1>{escape(title)}</h1>{''.join(sections)}<p class=note>Written by specheads {__version__}.</p></body>"
@@ -64,19 +43,22 @@ def write(path: Path, runs: Sequence[Path]) -> None:
 
 
 def section(run: Path) -> Iterator[str]:
-    """The parts of the page for one run: a training run's folder, one of `specheads bench --out`, or a JSON file of
-    `specheads bench` or `specheads tune`."""
+    """The parts of the page for one run: a training run's folder, one of `specheads bench --out`, a JSON file of
+    `specheads bench` or `specheads tune`, or what `audit`, `adapt` or `generate` printed with `--json`."""
     if run.is_dir() and (run / BENCH).is_file():
         return bench(_json(run / BENCH), run / BENCH)
     if run.is_dir() and any((run / name).is_file() for name in (STATE, RESULTS)):
         return training(run)
     if run.is_file() and run.suffix == ".json":
-        return bench(record, run) if "rows" in (record := _json(run)) else costs(run)
+        record = _json(run)
+        if (of_kind := printed.section(record, run)) is not None:
+            return of_kind
+        return bench(record, run) if "rows" in record else costs(run)
     if not run.exists():
         raise FileNotFoundError(f"no such run: {run}")
     raise ValueError(
         f"{run}: expected a folder of `specheads train` ({STATE} or {RESULTS}) or of `specheads bench --out` "
-        f"({BENCH}), or a file of `specheads tune`"
+        f"({BENCH}), a file of `specheads tune`, or what `audit`, `adapt` or `generate` printed with --json"
     )
 
 
@@ -91,6 +73,8 @@ def draw_all(runs: Sequence[Path], folder: Path) -> list[Path]:
             compared += [compare.read_curve(run)] if any("tokens_seen" in entry for entry in steps) else []
         else:
             record = _json(run / BENCH if run.is_dir() else run)
+            if printed.section(record, run) is not None:
+                continue
             batches = {} if "rows" in record else _parts(CostTable.load(run))
             found = {f"batch_{batch}": _costs(parts) for batch, parts in batches.items()} or pictures_of(record)
         prefix = f"{name.replace('/', '-')}-" if len(runs) > 1 else ""
@@ -112,14 +96,14 @@ def training(run: Path) -> Iterator[str]:
             f"step {entry['step']:,g}" if "step" in entry else "at the end": _by_depth(entry, prefix)
             for entry in [*_spaced([e for e in log if f"{prefix}accuracy_depth_1" in e], 8), final]
         }
-        if table := _heat({step: row for step, row in shares.items() if row}, "depth"):
+        if shades := heat({step: row for step, row in shares.items() if row}, "depth"):
             yield f"<h3>first choices that are the base's own, by depth{escape(f', {name}' if name else '')}</h3>"
-            yield table
+            yield shades
     if final:
-        yield "<h3>at the end</h3>" + _table(("figure", "value"), [[k, f"{v:,.5g}"] for k, v in final.items()])
+        yield "<h3>at the end</h3>" + table(("figure", "value"), [[k, f"{v:,.5g}"] for k, v in final.items()])
     if (run / RECIPE).is_file():
-        yield f"<h3>command</h3>{_code(f'specheads train {run.as_posix()}/{RECIPE}')}"
-        yield f"<h3>configuration</h3>{_code((run / RECIPE).read_text('utf8'))}"
+        yield f"<h3>command</h3>{code(f'specheads train {run.as_posix()}/{RECIPE}')}"
+        yield f"<h3>configuration</h3>{code((run / RECIPE).read_text('utf8'))}"
 
 
 def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
@@ -130,21 +114,30 @@ def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
                 yield pictures.inline_svg(draw)
         for cell, rows in by_cell(record["rows"]).items():
             by_depth = {row["decoder"]: row["accepted_by_depth"] or () for row in rows}
-            if heat := _heat({name: shares for name, shares in by_depth.items() if any(shares)}, "depth"):
-                yield f"<h3>{escape(str(cell))}: steps that accepted a draft this deep</h3>{heat}"
+            if shades := heat({name: shares for name, shares in by_depth.items() if any(shares)}, "depth"):
+                yield f"<h3>{escape(str(cell))}: steps that accepted a draft this deep</h3>{shades}"
             positions = {
                 row["decoder"]: sorted((float(start), mean) for start, mean in by_start.items())
                 for row in rows
                 if any(row["accepted_by_depth"] or ()) and (by_start := row["accepted_by_position"])
             }
+            for row in rows:
+                nodes = row.get("accepted_nodes") or {}
+                if any(set(path) - {"0", "."} for path in nodes):  # a chain has no more to show than the table
+                    title = f"{cell}: {row['decoder']}: steps that accepted each node of its tree"
+                    yield f"<h3>{escape(title)}</h3>"
+                    yield pictures.inline_svg(partial(tree_heat, nodes))
+            if any(row["shares"] for row in rows):
+                yield f"<h3>{escape(str(cell))}: where the time goes</h3>"
+                yield pictures.inline_svg(partial(time_splits, rows))
             if len({x for points in positions.values() for x, _ in points}) > 1:
                 yield f"<h3>{escape(str(cell))}: accepted length by output position</h3>"
                 where = "output position at which the step began"
                 yield pictures.inline_svg(partial(pictures.line_chart, positions, where, "tokens a step"))
         for shown in report.tables(record["rows"]):
-            yield f"<h3>{escape(shown.title)}</h3>{_table(shown.columns, shown.lines)}"
+            yield f"<h3>{escape(shown.title)}</h3>{table(shown.columns, shown.lines)}"
         yield "".join(f'<p class="note">{escape(line)}</p>' for line in report.notes(record))
-        yield f"<h3>command</h3>{_code(record['command'])}"
+        yield f"<h3>command</h3>{code(record['command'])}"
         peers = "".join(f", {name} {version}" for name, version in record["peers"].items())
         where = f"{environment.line(record['environment'])}{peers}; {record['dtype']}."
         yield f"<h3>environment</h3><p>{escape(where)}</p>"
@@ -156,18 +149,18 @@ def bench(record: dict[str, Any], path: Path) -> Iterator[str]:
 
 def costs(path: Path) -> Iterator[str]:
     """Milliseconds of a step by batch: verification over nodes, and the rest."""
-    table = CostTable.load(path)
-    for batch, parts in _parts(table).items():
+    known = CostTable.load(path)
+    for batch, parts in _parts(known).items():
         yield f"<h3>batch {batch}</h3>{pictures.inline_svg(_costs(parts))}"
         columns = ("part", *(f"{nodes:g} nodes" for nodes, _ in parts["rest of the loop"]))
-        yield _table(columns, [[name, *(f"{ms:.2f}" for _, ms in points)] for name, points in parts.items()])
-    if table.acceptance:
-        depths = {f"depth {i + 1}": shares for i, shares in enumerate(table.acceptance)}
-        yield f"<h3>drafts that were right, by depth and rank</h3>{_heat(depths, 'rank')}"
-    yield f'<p class="note">{escape(table.title)}; measured with {escape(table.measured_with)}.</p>'
-    if table.key is not None:
-        yield f"<h3>environment</h3><p>{escape(f'{table.key.device}, {table.key.dtype}')}"
-        yield f"{', compiled' if table.key.compiled else ''}.</p>"
+        yield table(columns, [[name, *(f"{ms:.2f}" for _, ms in points)] for name, points in parts.items()])
+    if known.acceptance:
+        depths = {f"depth {i + 1}": shares for i, shares in enumerate(known.acceptance)}
+        yield f"<h3>drafts that were right, by depth and rank</h3>{heat(depths, 'rank')}"
+    yield f'<p class="note">{escape(known.title)}; measured with {escape(known.measured_with)}.</p>'
+    if known.key is not None:
+        yield f"<h3>environment</h3><p>{escape(f'{known.key.device}, {known.key.dtype}')}"
+        yield f"{', compiled' if known.key.compiled else ''}.</p>"
 
 
 def _parts(table: CostTable) -> dict[int, dict[str, Sequence[tuple[float, float]]]]:
@@ -196,19 +189,6 @@ def _json(path: Path) -> dict[str, Any]:
     return record
 
 
-def _heat(rows: Mapping[str, Sequence[float]], column: str) -> str:
-    """Shares from 0 to 1 as a table whose cells are the darker the larger the share is; columns are `column` 1, 2 …"""
-    longest = max((len(shares) for shares in rows.values()), default=0)
-    if not longest:
-        return ""
-    head = "".join(f"<th>{escape(column)} {i + 1}</th>" for i in range(longest))
-    body = []
-    for name, shares in rows.items():
-        cells = "".join(f'<td style="--share:{share:.2f}" class="heat">{share:.0%}</td>' for share in shares)
-        body.append(f"<tr><th>{escape(name)}</th>{cells}{'<td>–</td>' * (longest - len(shares))}</tr>")
-    return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(body)}</table></div>'
-
-
 def _held_out_sets(entries: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Held-out set → the prefix of its figures."""
     found = (re.fullmatch(r"(eval_(?:(.+)_)?)accuracy_depth_1", name) for entry in entries for name in entry)
@@ -226,13 +206,3 @@ def _by_depth(entry: dict[str, Any], prefix: str) -> list[float]:
 def _spaced(entries: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     kept = sorted({round(i * (len(entries) - 1) / (most - 1)) for i in range(most)}) if entries else []
     return [entries[i] for i in kept]
-
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _code(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from specheads.cli.chat.settings import COMMANDS, SETTINGS, SWITCH
+from specheads.cli.chat.settings import COMMANDS, COMPARABLE, SETTINGS, SWITCH
 from specheads.cli.options.decode import VIEWS
 from specheads.decoding.acceptance import RULES, divergences
 from specheads.decoding.planner import PLANS
@@ -25,15 +25,25 @@ def completions(line: str, drafters: Iterable[str]) -> list[str]:
     if not before:
         return _whole(word, [f"/{name}" for name in (*SETTINGS, *COMMANDS)])
     name = before[0].removeprefix("/")
+    if name == "compare":
+        setting, equals, value = word.partition("=")
+        if not equals:
+            return _starts(word, [f"{each}=" for each in COMPARABLE])
+        return [f"{setting}={each}" for each in _values(setting, value, drafters)]
     if len([part for part in before if part]) > 1:
         return []
+    return _values(name, word, drafters)
+
+
+def _values(name: str, word: str, drafters: Iterable[str]) -> list[str]:
+    """The values of a setting that begin with the word."""
     if name == "accept":
         return _rules(word)
     if name == "tree":
         return _starts(word, [f"{kind}:" for kind in PLANS])
     if name == "draft":
         return [*_whole(word, [*drafters, "none"]), *_starts(word, ["model:", "cascade:"]), *_folders(word)]
-    return _whole(word, {"chat": tuple(SWITCH), "view": VIEWS, "compare": ("draft=none",)}.get(name, ()))
+    return _whole(word, {"chat": tuple(SWITCH), "view": VIEWS}.get(name, ()))
 
 
 def _rules(word: str) -> list[str]:

@@ -105,6 +105,8 @@ class Console:
             self._say(f"/{name}: {written(getattr(self.session.options, name))}")
             if name == "view":
                 self._show_legend()
+            if name == "compare" and self.session.options.compare is not None:
+                self._answer_again()
         else:
             near = nearest(name, [*SETTINGS, *COMMANDS])
             hint = f"did you mean /{near}? " if near else ""
@@ -122,11 +124,35 @@ class Console:
         self.messages.print(tree)
 
     def prompt(self, text: str) -> None:
-        """Answer and, if something is compared, answer once more with the same seed.
-
-        After Ctrl-C the answer so far is shown, and the conversation continues without this prompt."""
+        """Answer; after Ctrl-C the answer so far is shown, and the conversation continues without this prompt."""
         text = terminal.utf8_text(text, "the prompt")
         session, seed = self.session, self.session.seed()
+        answers, stopped = self._answer(text, seed)
+        session.last = (text, seed, len(session.turns))  # not of a prompt that was refused
+        if stopped:
+            self._say("stopped; the conversation continues without this turn" if session.options.chat else "stopped")
+        elif session.options.chat:
+            session.turns.append((text, answers[0].text))
+        self._show(text, seed, answers)
+
+    def _answer_again(self) -> None:
+        """Answer the last prompt once more, with its seed, beside what is compared. The conversation stays as it is."""
+        session = self.session
+        if session.last is None:
+            return
+        text, seed, before = session.last
+        turns, session.turns = session.turns, session.turns[:before]
+        try:
+            answers, stopped = self._answer(text, seed)
+        finally:
+            session.turns = turns
+        if stopped:
+            self._say("stopped")
+        self._show(text, seed, answers)
+
+    def _answer(self, text: str, seed: int) -> tuple[list[Answer], bool]:
+        """The answers under the settings and under those compared, with one seed; and were they stopped?"""
+        session = self.session
         answers: list[Answer] = []
         with stoppable() as stop:
             for way in session.ways():
@@ -136,11 +162,10 @@ class Console:
                     answers.append(self._show_answer(way, text, seed, stop))
                 if stop.asked:
                     break
-        if stop.asked:
-            self._say("stopped; the conversation continues without this turn" if session.options.chat else "stopped")
-        elif session.options.chat:
-            session.turns.append((text, answers[0].text))
-        if session.options.as_json:
+        return answers, stop.asked
+
+    def _show(self, text: str, seed: int, answers: list[Answer]) -> None:
+        if self.session.options.as_json:
             self._emit(text, seed, answers)
         else:
             self._show_figures(seed, answers)
@@ -179,11 +204,13 @@ class Console:
             notes.append(f"turn {len(self.session.turns)}")
         if notes:
             self._say(", ".join(notes))
+        if self.session.options.compare is None and answers[0].loss is not None:
+            self._say(answers[0].loss)
 
     def _emit(self, text: str, seed: int, answers: list[Answer]) -> None:
-        first, *second = (figures(answer, answers) for answer in answers)
+        first, *others = (figures(answer, answers) for answer in answers)
         settings = {name: getattr(self.session.options, name) for name in SETTINGS}
-        record = {"prompt": text, "seed": seed, "settings": settings, **first, "compared": next(iter(second), None)}
+        record = {"prompt": text, "seed": seed, "settings": settings, **first, "compared": others}
         terminal.write(self.out, json.dumps(record, ensure_ascii=False) + "\n")
 
     def _greeting(self) -> str:
@@ -236,6 +263,6 @@ def cells(answer: Answer, answers: list[Answer]) -> list[str]:
     return [
         answer.name + (" (stopped)" if answer.stopped else ""), str(row["tokens"]), f"{row['tokens_per_second']:.1f}",
         "–" if speedup is None else f"{speedup:.2f}×",
-        "–" if rate is None else f"{row['accepted']}/{row['drafted']} ({rate:.0%})", f"{row['accepted_length']:.2f}",
+        "–" if rate is None else f"{row['accepted']}/{row['drafted']}", f"{row['accepted_length']:.2f}",
         "–" if same is None or answer is answers[-1] else "same" if same else "differs",
     ]  # fmt: skip

@@ -27,6 +27,7 @@ from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.results import Step
 from specheads.decoding.verify.hf_base import has_state, text_config
 from specheads.models.named import Models
+from specheads.models.payoff import Drafted, loss, watch_head
 
 TRIED = 2  # tokens decoded to test new settings; the first one is not drafted
 DECODING = ("draft", "tree", "accept", "temperature", "compare")  # settings whose changes are tested by decoding
@@ -67,9 +68,11 @@ def stoppable() -> Iterator[Interruption]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode: the drafter with its name, and the arguments of generate(). cache: what it has read so far."""
+    """One way to decode: its name in a table, the drafter with its text, and the arguments of generate(). cache: what
+    it has read so far."""
 
     name: str
+    draft: str
     drafter: Drafter | None
     plan: Plan | None
     rule: Acceptance
@@ -79,7 +82,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Answer:
-    """full: it reached the model's last position; stopped: the user stopped it."""
+    """full: it reached the model's last position; stopped: the user stopped it; loss: a line, if drafting did not pay
+    by costs that are known."""
 
     name: str
     steps: list[Step]
@@ -87,6 +91,7 @@ class Answer:
     statistics: dict[str, Any]
     full: bool
     stopped: bool
+    loss: str | None
 
     @property
     def token_ids(self) -> list[int]:
@@ -109,8 +114,8 @@ class Session:
     def forget(self) -> None:
         """Forget the conversation."""
         self.turns: list[tuple[str, str]] = []  # (prompt, answer)
-        kept = not (self.models.target.config.is_encoder_decoder or has_state(self.models.target))
-        self._caches = [DynamicCache() if kept else None for _ in range(2)]  # of each way to answer
+        self.last: tuple[str, int, int] | None = None  # the last prompt, its seed, and the number of turns before it
+        self._caches: list[DynamicCache | None] = []  # of each way to answer
 
     def change(self, name: str, text: str) -> None:
         """Run the command `/name text`. If it raises ValueError, nothing has changed."""
@@ -130,18 +135,20 @@ class Session:
         self.options = new
 
     def ways(self, options: ChatOptions | None = None) -> list[Way]:
-        """How the next prompt is answered: by the settings and, if something is compared, by those too."""
+        """How the next prompt is answered: by the settings, and by each that are compared with them."""
         first = self.options if options is None else options
-        second = compared(first)
-        ways = [self._way(first, 0)]
-        return ways if second is None else [*ways, replace(self._way(second, 1), name=str(first.compare))]
+        others = enumerate(compared(first), start=1)
+        return [self._way(first, 0), *(replace(self._way(other, i), name=name) for i, (name, other) in others)]
 
     def _way(self, options: ChatOptions, index: int) -> Way:
         shaped = options.tree is not None or options.accept is not None
         name, drafter = self.models.choose(options.draft, shaped=shaped)
         plan, rule = as_plan(options.tree, drafter), as_rule(options.accept)
         label = ", ".join(filter(None, (name or "no drafts", options.tree, options.accept)))
-        return Way(label, drafter, plan, rule, options.sampling(), self._caches[index])
+        kept = not (self.models.target.config.is_encoder_decoder or has_state(self.models.target))
+        while len(self._caches) <= index:
+            self._caches.append(DynamicCache() if kept else None)
+        return Way(label, options.draft, drafter, plan, rule, options.sampling(), self._caches[index])
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The ids before the answer. ValueError if there are none or the template refuses the prompt."""
@@ -173,17 +180,24 @@ class Session:
         room = positions - prompt_length(target, ids)
         watched = step_watch.set(self.trees)
         try:
-            out = self._generate(
-                way, ids, seed, max_new_tokens=min(asked, room), streamer=streamer, past_key_values=way.cache,
-                stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
-            )  # fmt: skip
+            with watch_head() as uses:
+                out = self._generate(
+                    way, ids, seed, max_new_tokens=min(asked, room), streamer=streamer, past_key_values=way.cache,
+                    stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
+                )  # fmt: skip
         finally:
             step_watch.reset(watched)
         assert out.steps is not None
         tokens = [token for step in out.steps for token in step.tokens[0]]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         full = len(tokens) == room < asked
-        return Answer(way.name, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
+        line = None
+        if way.drafter is not None:
+            line = loss(self.models, Drafted(
+                draft=way.draft, drafter=way.drafter, plan=way.plan, steps=out.steps, prompt=len(ids),
+                limit=min(asked, room), uses=uses, sampled=way.sampling["do_sample"],
+            ))  # fmt: skip
+        return Answer(way.name, out.steps, text, out.statistics(), full, stop is not None and stop.asked, line)
 
     def _generate(self, way: Way, ids: list[int], seed: int, **options: Any) -> SpecGenerateOutput:
         prompt: Tensor = torch.tensor([ids], device=self.models.target.device)

@@ -20,8 +20,8 @@ COMMANDS = {
 DEFAULT = "default"  # the value that resets a setting
 TREE_ALONE = f"Without a value it draws the last tree; {DEFAULT} resets it."
 SWITCH = {"on": True, "off": False}
-# What a second answer to the same prompt cannot differ in.
-_COMMON = ("chat", "system", "seed", "compare", "view")
+# What answers to the same prompt can differ in.
+COMPARABLE = tuple(name for name in SETTINGS if name not in ("chat", "system", "seed", "compare", "view"))
 _TYPES = get_type_hints(Settings)
 
 
@@ -36,21 +36,27 @@ def change(options: ChatOptions, name: str, text: str) -> ChatOptions:
     return changed
 
 
-def compared(options: ChatOptions) -> ChatOptions | None:
-    """The options of the second answer to each prompt; None if there is none. ValueError for a bad `compare`.
+def compared(options: ChatOptions) -> list[tuple[str, ChatOptions]]:
+    """The options of each further answer to a prompt, after their text. ValueError for a bad `compare`.
 
-    A drafter that is named there has its own tree and the exact rule, unless they are named too."""
-    if options.compare is None:
-        return None
-    words = options.compare.split()
-    changed = replace(options, tree=None, accept=None) if any(word.startswith("draft=") for word in words) else options
-    for word in words:
+    A setting that is named a second time begins the next answer: draft=head draft=lookup are two. A drafter that is
+    named has its own tree and the exact rule, unless they are named with it."""
+    answers: list[dict[str, str]] = []
+    for word in (options.compare or "").split():
         name, equals, text = word.partition("=")
-        refuse_unknown([name], [name for name in SETTINGS if name not in _COMMON], "setting")
+        refuse_unknown([name], COMPARABLE, "setting")
         if not equals:
             raise ValueError(f"{word!r} is not NAME=VALUE, such as draft=none")
-        changed = change(changed, name, text)
-    return changed
+        if not answers or name in answers[-1]:
+            answers.append({})
+        answers[-1][name] = text
+    ways = []
+    for settings in answers:
+        changed = replace(options, tree=None, accept=None) if "draft" in settings else options
+        for name, text in settings.items():
+            changed = change(changed, name, text)
+        ways.append((" ".join(f"{name}={text}" for name, text in settings.items()), changed))
+    return ways
 
 
 def _read(text: str, name: str) -> Any:

@@ -11,6 +11,7 @@ from transformers.utils import logging as hf_logging
 from specheads import terminal
 from specheads.cli.app import emit, output
 from specheads.cli.errors import say
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.training import AdaptCommand
 from specheads.training.adapt import run as work
 from specheads.training.errors import TrainingError
@@ -44,10 +45,10 @@ def show_plan(plan: dict[str, Any]) -> None:
         print(f"have the base answer {plan['without_answer']:,} of {plan['train']:,} sessions to train on")
     what = "the whole head" if plan["rank"] is None else f"low-rank adapters (rank {plan['rank']})"
     tokens = "" if plan["tokens"] is None else f", {plan['tokens']:,.0f} tokens"
-    print(
+    print_hanging(
         f"train {what} on {plan['train']:,} sessions, until {plan['minutes']:g} minutes{tokens} or {plan['epochs']} "
-        "epochs are over"
-    )
+        "epochs are over", 0,
+    )  # fmt: skip
     print(f"measure again, on the same texts, and write {plan['output']}")
 
 
@@ -62,7 +63,9 @@ def show(record: dict[str, Any]) -> None:
     print(f"trained on {record['tokens']:,} tokens in {record['steps']:,} steps, {record['minutes']:g} minutes")
     print(f"saved {record['written']}" + (f", and {record['served']}: {record['form']}" if "served" in record else ""))
     if "not_served" in record:
-        print(record["not_served"])
+        print_hanging(record["not_served"], 0)
     if record["after"] < record["before"]:
-        print("the sessions are accepted less than before: keep the old head, or give more sessions or a lower "
-              "--learning-rate")  # fmt: skip
+        print_hanging(
+            "the sessions are accepted less than before: keep the old head, or give more sessions or a lower "
+            "--learning-rate", 0,
+        )  # fmt: skip

@@ -24,6 +24,7 @@ from specheads.bench.compare.run import run as run_rounds
 from specheads.bench.figures.floor import measure_floor
 from specheads.cli.app import output
 from specheads.cli.errors import refuse_file, refuse_folder
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.measure import BenchCommand
 from specheads.decoding.drafters import Cascade
 from specheads.models.named import Models
@@ -138,12 +139,11 @@ def cascade_costs(cost: str, setup: BenchSetup, specs: Mapping[str, DecoderSpec]
 def show(record: dict[str, Any]) -> None:
     """Print the tables, their notes and the files' paths on stdout."""
     tables = [*report.tables(record["rows"], wide=False)]
+    out = terminal.make_console()
     for table in tables:
-        # The title is printed separately: in the table it would be wrapped at the table's width.
-        shown = terminal.as_text(terminal.table("", table.columns, table.lines)).strip("\n")
-        print(f"{table.title}\n{shown}\n")
-    print("More columns, and what was accepted by depth and position: bench.md.")
-    for line in (*report.legend(tables), *report.notes(record)):
-        print(line)
-    print(environment.line(record["environment"]))
-    print("written: " + ", ".join(record["files"]))
+        out.print(table.title, soft_wrap=True)  # separately: in the table it would be wrapped at the table's width
+        terminal.print_table(out, terminal.table("", table.columns, table.lines))
+    print_hanging("More columns, and what was accepted by depth and position: bench.md.", 0)
+    for line in (*report.legend(tables), *report.notes(record), environment.line(record["environment"])):
+        print_hanging(line, 0)
+    print_hanging("written: " + ", ".join(record["files"]), 0)

@@ -13,6 +13,7 @@ from specheads.audit.certificates.engines import Engine, Exported, engine_of
 from specheads.audit.verdict import Verdict
 from specheads.cli.app import output
 from specheads.cli.commands.audit import prompts_of
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.checkpoints import ExportOptions, ImportOptions
 from specheads.models import export_checks
 from specheads.models.base.loading import DTYPES, as_dtype
@@ -107,4 +108,4 @@ def show(record: dict[str, Any]) -> None:
     width = max(map(len, record))
     for name, value in record.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
-        print(f"{name.replace('_', ' '):<{width}}  {text}")
+        print_hanging(f"{name.replace('_', ' '):<{width}}  {text}", width + 2)

@@ -13,10 +13,12 @@ from specheads.cli.text import depth_counts, legend, write_text
 from specheads.cli.text_picture import text_svg
 from specheads.data.chat_template import template_of
 from specheads.decoding.acceptance import as_rule
+from specheads.decoding.drafters.retokenize import TextPieces
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import as_plan
 from specheads.files import write_whole
 from specheads.models.named import Models
+from specheads.models.payoff import Drafted, loss, watch_head
 
 
 def run(options: GenerateOptions) -> None:
@@ -38,7 +40,16 @@ def run(options: GenerateOptions) -> None:
         result: Any = generate(models.target, **inputs, **arguments, return_dict_in_generate=True)
         emit({**options.record(), "drafter": name, **record(models, prompt, result)})
     else:
-        result = show(models, prompt, inputs, arguments, live=options.live)
+        with watch_head() as uses:
+            result = show(models, prompt, inputs, arguments, live=options.live)
+        if drafter is not None:
+            text = Drafted(
+                draft=options.draft, drafter=drafter, plan=arguments["tree"], steps=result.steps, uses=uses,
+                prompt=inputs["input_ids"].shape[1], limit=options.max_new_tokens, sampled=options.temperature > 0,
+                compiled=options.compile,
+            )  # fmt: skip
+            if (line := loss(models, text)) is not None:
+                terminal.make_console(stderr=True).print(line)
     if options.svg is not None:
         tokens, depths = tokens_of(result)
         write_whole(options.svg, text_svg(prompt, tokens, depths, len(result.steps), models.tokenizer))
@@ -79,12 +90,15 @@ def tokens_of(result: Any) -> tuple[list[int], list[int]]:
 
 
 def record(models: Models, prompt: str, result: Any) -> dict[str, Any]:
-    """The text with its tokens, their draft depths, and the statistics."""
+    """The text with its tokens, their pieces of it and draft depths, and the statistics."""
     tokens, depths = tokens_of(result)
+    pieces = TextPieces(models.tokenizer)
     return {
         "base": models.target.name_or_path, "prompt": prompt,
         "text": models.tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens,
-        "draft_depths": depths, "statistics": result.statistics(),
+        "draft_depths": depths,
+        "pieces": [pieces.add(token, last=i == len(tokens) - 1) for i, token in enumerate(tokens)],
+        "statistics": result.statistics(),
     }  # fmt: skip
 
 

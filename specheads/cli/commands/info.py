@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.audit.certificates.certificate import lines_of
 from specheads.cli.app import output
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.checkpoints import InfoOptions
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.heads import HEADS
-from specheads.hub import did_you_mean
+from specheads.hub import did_you_mean, refuse_absent_shipped
 from specheads.models import saved_head
 from specheads.models.base.state_size import state_size
 from specheads.models.costs import cost_files
@@ -36,6 +37,7 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the folder of a checkpoint")
     if not path.is_dir():
+        refuse_absent_shipped(str(path))
         hint = did_you_mean(str(path), "model")
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
     foreign = find_foreign(path)
@@ -137,7 +139,8 @@ def show(record: dict[str, Any]) -> None:
             print(name.replace("_", " "))
             known = {k: v for k, v in value.items() if v is not None}
             inner = max(map(len, known), default=0)
-            print("".join(f"  {k:<{inner}}  {_shown(v)}\n" for k, v in known.items()), end="")
+            for k, v in known.items():
+                print_hanging(f"  {k:<{inner}}  {_shown(v)}", inner + 4)
             continue
         if name in _UNITS and value is not None:
             name, value = _UNITS[name][0], f"{value:{_UNITS[name][1]}}"
@@ -145,7 +148,7 @@ def show(record: dict[str, Any]) -> None:
             value = "none"
         elif isinstance(value, list):
             value = ", ".join(map(str, value)) or "none"
-        print(f"{name.replace('_', ' '):<{width}}  {value}")
+        print_hanging(f"{name.replace('_', ' '):<{width}}  {value}", width + 2)
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specheads.cli.app import emit
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.training import RecipesOptions
 from specheads.cli.shipped import USES, kind_of, recipe_names, shipped_recipe, summary
 
@@ -28,9 +29,9 @@ def _print_list() -> None:
     for kind, use in USES.items():
         print(f"{use}:")
         for name in recipe_names(kind):
-            print(f"  {name:<{width}}  {summary(name)}")
+            print_hanging(f"  {name:<{width}}  {summary(name)}", width + 4)
         print()
-    print("print one: specheads recipes NAME; copy one to edit it: specheads recipes NAME > my.yaml")
+    print_hanging("print one: specheads recipes NAME; copy one to edit it: specheads recipes NAME > my.yaml", 0)
 
 
 def _entry(name: str) -> dict[str, str]:

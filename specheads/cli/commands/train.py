@@ -15,6 +15,7 @@ from specheads import pictures, terminal
 from specheads.cli.app import output
 from specheads.cli.commands import show_mask
 from specheads.cli.errors import refuse_file
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.training import CurvesOptions, TrainOptions
 from specheads.cli.shipped import find_recipe
 from specheads.terminal import clock_time
@@ -42,7 +43,11 @@ def run(options: TrainOptions, program: str = "specheads") -> int:
 def show_estimate(recipe: Path, overrides: Sequence[str], as_json: bool = False) -> None:
     """Print an estimate of what the run will take, with the recipe's launch section; no weights are loaded."""
     expected = estimate(read_recipe(recipe, overrides))
-    print(_json(expected.to_dict()) if as_json else "\n".join(expected.lines()))
+    if as_json:
+        print(_json(expected.to_dict()))
+        return
+    for line in expected.lines():
+        print_hanging(line, 0)
 
 
 def train(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from specheads.cli.app import output
+from specheads.cli.hanging import print_hanging
 from specheads.cli.options.checkpoints import DoctorOptions
 
 # What each is for. The versions are those of the package's own metadata, which setup.py writes.
@@ -39,7 +40,7 @@ OPTIONAL = {
 
 def run(options: DoctorOptions) -> int:
     record = examine(options.network)
-    output(record, lambda record: print("\n".join(lines(record))), options.as_json)
+    output(record, show, options.as_json)
     return int(bool(record["problems"]))
 
 
@@ -63,17 +64,19 @@ def examine(network: bool) -> dict[str, Any]:
     }
 
 
-def lines(record: dict[str, Any]) -> list[str]:
-    text = ["required"] + [f"  {_mark(entry)}" for entry in record["required"]]
-    text += ["optional"]
-    for entry in record["optional"]:
-        text.append(f"  {_mark(entry)}" + ("" if entry["ok"] else f": {entry['install']}"))
-    machine = {name: value for name, value in record.items() if name not in ("required", "optional", "problems")}
-    text += ["here"] + [f"  {name.replace('_', ' '):<19}  {_shown(value)}" for name, value in machine.items()]
-    verdict = (
-        "not usable: " + "; ".join(record["problems"]) if record["problems"] else "usable: everything required is here"
-    )
-    return [*text, verdict]
+def show(record: dict[str, Any]) -> None:
+    """Print a line a package and a value; values that are too long for the terminal continue below themselves."""
+    for kind in ("required", "optional"):
+        print(kind)
+        for entry in record[kind]:
+            install = f": {entry['install']}" if kind == "optional" and not entry["ok"] else ""
+            print_hanging(f"  {_mark(entry)}{install}", 34)
+    print("here")
+    for name, value in record.items():
+        if name not in ("required", "optional", "problems"):
+            print_hanging(f"  {name.replace('_', ' '):<19}  {_shown(value)}", 23)
+    verdict = "not usable: " + "; ".join(record["problems"]) if record["problems"] else ""
+    print_hanging(verdict or "usable: everything required is here", 2)
 
 
 def _mark(entry: dict[str, Any]) -> str:

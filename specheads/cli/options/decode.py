@@ -59,7 +59,9 @@ class Settings(Sampling, Drafting):
     )  # fmt: skip
     system: str | None = option(None, "System message that the conversation begins with.")
     compare: str | None = option(
-        None, "Settings under which each prompt is answered once more, with the same seed: draft=none.",
+        None,
+        "Settings under which each prompt is answered once more, with the same seed: draft=none. A name that comes "
+        "again begins another answer: draft=head draft=lookup.",
         metavar="NAME=VALUE…",
     )  # fmt: skip
     view: str = option(
@@ -72,10 +74,11 @@ class ChatOptions(Settings, Placement, Output):
     """Answer prompts in a console, and compare settings.
 
     Drafts are chosen as in `generate`. In the console /NAME VALUE changes a setting that has the name of an option
-    here, and /help lists all. /compare draft=none answers each prompt a second time without drafts, with the same seed,
-    and compares speed, acceptance and text. /tree draws the last drafted tree, with the model's probabilities and what
-    was accepted. A turn stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the current step. Ctrl-D or
-    /quit leaves.
+    here, and /help lists all. /compare draft=none answers the last prompt, and each that follows, a second time without
+    drafts, with the same seed, and compares speed, acceptance and text; /compare draft=head draft=lookup adds two
+    answers, and /compare ends it. /tree draws the last drafted tree, with the model's probabilities and what was
+    accepted. A turn stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the current step. Ctrl-D or /quit
+    leaves.
 
     In a prompt \\n is a newline and \\t a tab; \\\\n is a backslash and an n. A backslash at the end of a line joins
     it to the next. Three double quotes begin and end a prompt of several lines, which is taken literally and may begin

@@ -11,10 +11,11 @@ from specheads.options import argument, option
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Output):
-    """Write one HTML file of runs, benches, sweeps or step costs.
+    """Write one HTML file of runs, benches, audits and texts.
 
-    Curves, what was accepted by depth and position, all tables, configuration, environment and command. The file needs
-    no network and no other file, and reads on a phone, in light and dark.
+    Curves, what was accepted by depth, position and node of a tree, where the time goes, all tables, configuration,
+    environment and command; of `audit`, `adapt` and `generate`, what they print with --json. The file needs no network
+    and no other file, and reads on a phone, in light and dark.
 
     --pictures writes the pictures as files, too, drawn from what the runs saved: NAME.png, NAME-dark.png, and NAME.svg,
     which is light or dark as its reader's screen is. Several training runs are drawn beside one another, too.
@@ -26,6 +27,8 @@ class ReportOptions(Output):
       specheads report runs/bench --pictures talk
     """
 
-    runs: list[Path] = argument("RUN...", "Folders of `specheads train` or `bench --out`, or files of `tune`.")
+    runs: list[Path] = argument(
+        "RUN...", "Folders of `specheads train` or `bench --out`; files of `tune` or of --json."
+    )
     out: Path = option(Path("report.html"), "File to write.")
     pictures: Path | None = option(None, "Folder to write the pictures to, as PNG and SVG.", metavar="FOLDER")

@@ -5,9 +5,11 @@ Shapes: B batch rows, N tree nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +37,23 @@ MAX_PENDING = 512  # columns of features held for an idle head; past them it rea
 READ_WIDTHS = (8, 32)  # columns in which a compiled step reads unread positions: each width is a graph
 _cached_chain = cache(chain)
 logger = logging.get_logger(__name__)
+
+
+class HeadUse(NamedTuple):
+    """depth: of the head's chain in a step, 0 if it does not draft. read: the positions that it reads for that."""
+
+    depth: int
+    read: int
+
+
+# Called with each step's HeadUse, for whoever asks afterwards what drafting cost.
+head_watch: ContextVar[Callable[[HeadUse], None] | None] = ContextVar("head_watch", default=None)
+
+
+def bundled_costs(weights: Iterable[torch.Tensor], device_type: str, *, compiled: bool) -> CostTable:
+    """The shipped costs for a base with these weights."""
+    large = sum(weight.nbytes for weight in weights) >= MIN_BYTES
+    return shipped_costs(device_type, compiled=compiled, large=large)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +118,7 @@ class AutoDrafter(Drafter):
         if costs := (self.compiled_costs if compiled else None) or self.costs:
             return costs
         weights = (weight for module in target.modules for weight in module.parameters())
-        large = sum(weight.nbytes for weight in weights) >= MIN_BYTES
-        table = shipped_costs(device.type, compiled=compiled, large=large)
+        table = bundled_costs(weights, device.type, compiled=compiled)
         logger.warning_once(
             f"draft='auto' uses the bundled step costs of a {table.title}; "
             f"`specheads tune MODEL{' --compile' if compiled else ''}` measures those of this machine"
@@ -205,6 +223,8 @@ class _Run:
             self.planner.learn(gained, context.ranks)
         state = self._state(context, plan)
         self.planned, self.copies, self.choice = lengths, state.copies, self.planner.choose(state)
+        if (watch := head_watch.get()) is not None:
+            watch(HeadUse(self.choice.depth, state.read))
         return self.choice
 
     def _state(self, context: Context, plan: Plan) -> StepState:

@@ -66,7 +66,7 @@ def test_training_from_saved_features_equals_training_beside_the_base(kind, pack
     saving = {"save_strategy": "steps", "save_steps": 2}
     shutil.move(folder / "base", folder / "away")  # nothing of it can be read
     saved = trained(folder, tmp_path / "disk", kind, features=tmp_path / "saved", **saving, **sgd)
-    assert_same(live, saved, rel=2e-6)
+    assert_same(live, saved, rel=2e-5)  # a norm of float32 gradients that are summed in another order
     for (name, ours), theirs in zip(
         live.trainer.model.head.state_dict().items(), saved.trainer.model.head.state_dict().values(), strict=True
     ):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specheads.data.batches import documents_of
+from specheads.data.images import TYPES
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters import as_drafter
 from specheads.decoding.drafters.base import Drafter
@@ -21,7 +22,7 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import Plan, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import logits_of
-from specheads.decoding.verify.model_inputs import input_device
+from specheads.decoding.verify.model_inputs import image_arguments, input_device
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
@@ -139,7 +140,8 @@ class SpecModel(PreTrainedModel):
         labels (B, T): −100 where token t is not learnt (Hugging Face's convention, before any shift); or loss_mask
         (B, T): true where it is. With neither, this is the base's own forward and returns its output.
         document_ids (B, T): 1, 2 … for packed documents, which do not attend to one another; 0 is padding. Without
-        them a document begins wherever position_ids do not increase.
+        them a document begins wherever position_ids do not increase. kwargs: the images of a batch, as `Collator` with
+        a processor makes them.
         """
         if labels is None and loss_mask is None:
             if document_ids is not None:
@@ -201,11 +203,16 @@ class SpecModel(PreTrainedModel):
         """Run the base on a batch: its tapped features (B, T, F), and the teacher with its distribution.
 
         documents (B, T): document ids of packed rows, else None. TypeError for arguments that would be ignored."""
-        if kwargs:
-            raise TypeError(f"a head learns from tokens alone here: {', '.join(sorted(kwargs))} would be left out")
+        images = image_arguments(self.base, kwargs)
+        if unknown := sorted(set(kwargs) - {*images, TYPES}):
+            raise TypeError(f"a head learns from tokens and images: {', '.join(unknown)} would be left out")
+        if images and (documents is not None or self.joint is not None):
+            raise ValueError(
+                "images go with neither packed rows nor adapters on the base: leave out packing and lora, or the images"
+            )
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
-            return tap_base(self.base, input_ids, mask, position_ids, self.head.layers)
+            return tap_base(self.base, input_ids, mask, position_ids, self.head.layers, images)
 
     def note_trained_length(self, length: int | None) -> None:
         """Record that the head was trained on texts of `length` tokens. The maximum is saved with the head."""

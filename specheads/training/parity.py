@@ -18,11 +18,13 @@ import torch
 from transformers import GenerationConfig
 
 from specheads.data.batches import Collator
-from specheads.data.rows import IGNORED
+from specheads.data.images import TYPES
+from specheads.data.rows import IGNORED, Row
 from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.generation.warnings import base_length
 from specheads.decoding.planner import chain
 from specheads.decoding.results import AcceptanceCounts
+from specheads.decoding.verify.model_inputs import image_arguments
 from specheads.options import OptionError
 from specheads.terminal import Report, clock_time
 
@@ -108,10 +110,10 @@ class Parity:
             )
 
 
-def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[list[int]]:
-    """The prompts of the first tokenized rows: the tokens before the first supervised one, or the first `prompt_tokens`
-    of plain text."""
-    prompts: list[list[int]] = []
+def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[Row]:
+    """The prompts of the first tokenized rows, as rows of input_ids: the tokens before the first supervised one, or the
+    first `prompt_tokens` of plain text; with their images. Rows with images further on are left out."""
+    prompts: list[Row] = []
     for row in rows:
         if len(prompts) == config.prompts:
             break
@@ -121,8 +123,12 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
             ids, labels = ids[: list(documents).count(documents[0])], labels[: list(documents).count(documents[0])]
         first = next(i for i, label in enumerate([*labels, 0]) if label != IGNORED)
         prompt = ids[: first if first > 2 else config.prompt_tokens]  # plain text may begin with a bos of its own
+        types = list(row.get(TYPES) or ())
+        if any(types[len(prompt) :]):
+            continue
         if prompt:
-            prompts.append(prompt)
+            images = {"images": row["images"], TYPES: types[: len(prompt)]} if any(types) else {}
+            prompts.append({"input_ids": prompt, **images})
     return prompts
 
 
@@ -144,13 +150,14 @@ def decode_counted(model: SpecModel, prompt: list[int], **options: Any) -> tuple
 
 @torch.no_grad()
 def compare(
-    model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Report | None = None,
-    seconds: float = math.inf,
+    model: SpecModel, prompts: list[Row], config: ParityConfig, report: Report | None = None,
+    seconds: float = math.inf, processor: Any = None,
 ) -> Parity | None:  # fmt: skip
     """Decode each prompt and score the resulting text; None if each was a single token, which takes no step.
 
-    seconds: no further prompt is begun after so many. A prompt that leaves no room for the new tokens in the base's
-    context is cut to its first tokens. The model is left in the mode it was in.
+    seconds: no further prompt is begun after so many. processor: the base's, for prompts with images. A prompt that
+    leaves no room for the new tokens in the base's context is cut to its first tokens, or left out if it has images.
+    The model is left in the mode it was in.
     """
     began = time.monotonic()
     was_training = model.training
@@ -167,17 +174,21 @@ def compare(
         eos_token_id=config_before.eos_token_id, pad_token_id=config_before.pad_token_id
     )
     try:
-        for done, whole in enumerate(prompts, start=1):
-            prompt = whole[:room]
-            counts, text = decode_counted(model, prompt, tree=chain(depths), max_new_tokens=new_tokens)
+        collator = Collator(0, processor=processor)
+        prompts = [row for row in prompts if not row.get("images") or room is None or len(row["input_ids"]) <= room]
+        for done, row in enumerate(prompts, start=1):
+            prompt = row["input_ids"][:room]
+            asked = collator([{**row, "input_ids": prompt, "labels": prompt}])
+            options = {"max_new_tokens": new_tokens, **image_arguments(model.base, asked)}
+            counts, text = decode_counted(model, prompt, tree=chain(depths), **options)
             labels = [*[IGNORED] * len(prompt), *text[len(prompt) :]]
-            batch = Collator(0)([{"input_ids": text, "labels": labels}])
+            batch = collator([{**row, "input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
                 runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # right tokens of the draft from each position
                 decoded += counts
                 scored += AcceptanceCounts.count(_simulate_steps(runs))
-                served += decode_counted(model, prompt, draft="head", max_new_tokens=new_tokens)[0]
+                served += decode_counted(model, prompt, draft="head", **options)[0]
             spent = time.monotonic() - began
             last = done == len(prompts) or spent >= seconds
             if report:

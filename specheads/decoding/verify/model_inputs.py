@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from transformers.generation import utils as hf_generation
 from transformers.masking_utils import create_causal_mask
 
+from specheads.data.images import PER_TOKEN as IMAGE_TYPES
+from specheads.data.images import TYPES
+
 # transformers: `cache` since 5.24, `past_key_values` before. Code shipped with a checkpoint may use either.
 CACHE_NAMES = ("past_key_values", "cache")
 if "cache" in inspect.signature(create_causal_mask).parameters:
@@ -148,6 +151,22 @@ def model_inputs(
     if positions is not None and bool((positions == torch.arange(positions.shape[-1], device=ids.device)).all()):
         positions = None
     return ModelInputs({**prepared, **packed}, positions, packed.get("token_type_ids"), ids.shape[1])
+
+
+def image_arguments(base: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A collated batch's tensors of images as arguments of forward() and generate(); {} for a batch of text.
+
+    What each token is goes under the name that the model has for it, and pixels in the model's dtype. TypeError for
+    a model that reads no images."""
+    given = {name: value for name, value in batch.items() if name in _PROMPT_ONLY and value is not None}
+    if not given:
+        return {}
+    names, device = forward_arguments(base), input_device(base)
+    if "pixel_values" not in names:
+        raise TypeError(f"{type(base).__name__} reads text alone: {', '.join(sorted(given))} would be left out")
+    given |= {name: batch[TYPES] for name in IMAGE_TYPES if name in names and batch.get(TYPES) is not None}
+    floats = {name: t.to(base.dtype) for name, t in given.items() if t.is_floating_point()}
+    return {name: t.to(device) for name, t in (given | floats).items()}
 
 
 def refuse_arguments(base: PreTrainedModel, names: list[str]) -> None:

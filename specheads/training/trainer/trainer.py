@@ -87,6 +87,8 @@ class SpecTrainer(ResumableTrainer):
             )  # fmt: skip
         with args.main_process_first(desc="reading the rows"):
             kwargs |= prepared(model, **kwargs)
+        if getattr(kwargs["data_collator"], "processor", None) is not None:
+            args.remove_unused_columns = False  # the images, which the collator reads
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(

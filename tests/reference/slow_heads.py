@@ -58,7 +58,7 @@ def spec_model(kind, base=None, **options):
     model = convert(base, kind, dtype=base.dtype, **{**DEFAULTS[kind], **options})
     torch.manual_seed(1)
     if model.head.target_ids is not None:
-        model.head.set_draft_vocabulary(torch.randint(0, 100, (97,)), base)
+        model.head.set_draft_vocabulary(torch.randint(0, 100, (len(model.head.t2d),)), base)
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

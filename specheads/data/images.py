@@ -32,9 +32,9 @@ class ImageError(RowError):
 
 
 class NoImages(RowError):
-    """Images for a base that reads text alone."""
+    """Images where text alone is read."""
 
-    reason = "with images, for a base without a processor of images"
+    reason = "with images, which are not read here"
 
 
 class ImageCut(RowError):
@@ -162,6 +162,11 @@ def _encoded(image: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def written(stored: Mapping[str, Any]) -> str:
+    """A stored image as a row of a JSON file has it: its path, or base64."""
+    return stored["path"] or base64.b64encode(stored["bytes"]).decode()
 
 
 def open_image(stored: Mapping[str, Any]) -> Any:

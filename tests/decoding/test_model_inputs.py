@@ -3,13 +3,13 @@
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 import specheads
 from specheads import DraftModel, DynamicTree, PromptLookup, UnsupportedModel, convert
 from tests.support.families import FAMILIES, RECURRENT, build
-from tests.support.prompts import PAD, V, padded
+from tests.support.prompts import V, padded
 from tests.support.tiny_models import tiny_llama
 from tests.support.vision import IMAGE, VISION, llava
 

@@ -141,7 +141,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(family):
-    specials, shown = IMAGE_TOKENS[family]
+    specials, _ = IMAGE_TOKENS[family]
     numbered = {PAD: "<pad>", 1: "<eos>", **dict(enumerate(specials, IMAGE))}
     free = (i for i in range(V) if i not in numbered)
     vocab = {token: i for i, token in numbered.items()}

@@ -96,7 +96,10 @@ def test_a_later_part_of_a_long_text_that_begins_with_a_bos_of_its_own_is_plain_
     tokenizer = build_tokenizer()
     row = {"input_ids": [tokenizer.bos_token_id, *range(5, 25)], "labels": [-100, *range(5, 25)]}
     parts = chunk(row, 11, tokenizer)
-    assert parts[1]["labels"][:2] == [-100, -100] and [len(one["input_ids"]) for one in prompts_of(parts, config)] == [4, 4]
+    assert parts[1]["labels"][:2] == [-100, -100] and [len(one["input_ids"]) for one in prompts_of(parts, config)] == [
+        4,
+        4,
+    ]
 
 
 def test_a_text_shorter_than_a_draft_is_compared_to_its_end_and_a_single_token_gives_nothing():

@@ -25,6 +25,7 @@ from specheads.decoding.verify.hf_base import logits_of
 from specheads.decoding.verify.model_inputs import image_arguments, input_device
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
+from specheads.losses.targets import tokens_before, tokens_left
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
 from specheads.models.base.loading import keep_4bit_layout
@@ -36,12 +37,14 @@ from specheads.models.formats.export.exporting import export
 
 @dataclass
 class SpecOutput(ModelOutput):
-    """loss: the head's (joint training adds the base's); ranks and overlaps (R', S) and terms: see DraftHead.loss."""
+    """loss: the head's (joint training adds the base's); ranks and overlaps (R', S) and terms: see DraftHead.loss.
+    positions (R',), in evaluation: the output position of each start, by `losses.targets.tokens_before`."""
 
     loss: Tensor | None = None
     ranks: Tensor | None = None
     overlaps: Tensor | None = None
     terms: dict[str, Tensor] | None = None
+    positions: Tensor | None = None
 
 
 class SpecModel(PreTrainedModel):
@@ -183,7 +186,10 @@ class SpecModel(PreTrainedModel):
             of_base = base_loss(self.joint, batch, teacher, self.base, mask)
             loss = of_base + self.joint.weight(progress) * loss
             terms["base"] = of_base.detach()
-        return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
+        ranks, positions = terms.pop("ranks", None), None
+        if not self.training and ranks is not None:
+            positions = tokens_before(batch.supervised, documents)[tokens_left(batch.supervised, documents) > 0]
+        return SpecOutput(loss, ranks, terms.pop("overlaps", None), terms, positions)
 
     def select_supervised(
         self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,

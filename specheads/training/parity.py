@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from specheads.data.rows import IGNORED, Row
 from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.generation.warnings import base_length
 from specheads.decoding.planner import chain
-from specheads.decoding.results import AcceptanceCounts
+from specheads.decoding.results import AcceptanceCounts, counts_by_range, range_name
 from specheads.decoding.verify.model_inputs import image_arguments
 from specheads.options import OptionError
 from specheads.terminal import Report, clock_time
@@ -63,13 +63,15 @@ class ParityConfig:
 @dataclass(frozen=True)
 class Parity:
     """measured, simulated: tokens per step, by the loop and by training's ranks, over the same `steps` steps; served:
-    tokens per step of the loop with the head's default tree (not with "auto", which may copy)."""
+    tokens per step of the loop with the head's default tree (not with "auto", which may copy). by_range: `measured` by
+    where a range of output positions begins, if the texts reach several."""
 
     measured: float
     simulated: float
     served: float
     steps: int
     tolerance: float
+    by_range: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -88,7 +90,8 @@ class Parity:
             ("training's own forward on the same text", self.simulated),
             ("real decoding, the tree that the head drafts by default", self.served),
         )
-        return [[how, f"{length:.3f}"] for how, length in lengths]
+        ranges = ((f"real decoding, at positions {range_name(at)}", length) for at, length in self.by_range.items())
+        return [[how, f"{length:.3f}"] for how, length in (*lengths, *ranges)]
 
     @property
     def verdict(self) -> str:
@@ -98,7 +101,9 @@ class Parity:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {f"parity_{name}": getattr(self, name) for name in ("measured", "simulated", "served")}
+        lengths = {name: getattr(self, name) for name in ("measured", "simulated", "served")}
+        lengths |= {f"measured_from_{start}": length for start, length in self.by_range.items()}
+        return {f"parity_{name}": length for name, length in lengths.items()}
 
     def refuse(self) -> None:
         """ParityError unless they agree within the tolerance."""
@@ -140,12 +145,15 @@ def _simulate_steps(runs: list[int]) -> Iterator[int]:
         position += 1 + runs[position]
 
 
-def decode_counted(model: SpecModel, prompt: list[int], **options: Any) -> tuple[AcceptanceCounts, list[int]]:
-    """What the steps after the prefill accepted, and the text with its prompt. options: generate()'s."""
+def decode_counted(
+    model: SpecModel, prompt: list[int], **options: Any
+) -> tuple[AcceptanceCounts, list[int], list[int]]:
+    """What the steps after the prefill accepted, the text with its prompt, and the tokens of each step, the prefill's
+    first. options: generate()'s."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
     assert isinstance(out, SpecGenerateOutput) and out.steps is not None
-    return AcceptanceCounts.of(out.steps[1:]), out.sequences[0].tolist()
+    return AcceptanceCounts.of(out.steps[1:]), out.sequences[0].tolist(), [len(step.tokens[0]) for step in out.steps]
 
 
 @torch.no_grad()
@@ -164,6 +172,7 @@ def compare(
     model.eval()
     depths = model.head.scored_depths
     decoded = scored = served = AcceptanceCounts()
+    texts: list[list[int]] = []
     new_tokens, room = config.max_new_tokens, None
     if (length := base_length(model.base)) is not None:
         new_tokens = min(new_tokens, length - 1)
@@ -180,13 +189,14 @@ def compare(
             prompt = row["input_ids"][:room]
             asked = collator([{**row, "input_ids": prompt, "labels": prompt}])
             options = {"max_new_tokens": new_tokens, **image_arguments(model.base, asked)}
-            counts, text = decode_counted(model, prompt, tree=chain(depths), **options)
+            counts, text, gains = decode_counted(model, prompt, tree=chain(depths), **options)
             labels = [*[IGNORED] * len(prompt), *text[len(prompt) :]]
             batch = collator([{**row, "input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
                 runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # right tokens of the draft from each position
                 decoded += counts
+                texts.append(gains)
                 scored += AcceptanceCounts.count(_simulate_steps(runs))
                 served += decode_counted(model, prompt, draft="head", **options)[0]
             spent = time.monotonic() - began
@@ -202,4 +212,6 @@ def compare(
     if not decoded.steps or not scored.steps:
         return None
     measured, simulated, default = (counts.tokens_per_step for counts in (decoded, scored, served))
-    return Parity(measured, simulated, default, decoded.steps, config.tolerance)
+    ranges = {start: counted.tokens_per_step for start, counted in counts_by_range(texts).items()}
+    by_range = ranges if len(ranges) > 1 else {}
+    return Parity(measured, simulated, default, decoded.steps, config.tolerance, by_range)

@@ -6,18 +6,17 @@ A Round is one prompt batch through all decoders: {"prompts": name of the set, "
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
 from specheads.bench.runner import Race, TimedRun, first_difference
-from specheads.decoding.results import AcceptanceCounts
+from specheads.decoding.results import RANGES, AcceptanceCounts, counts_by_range
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
-POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
+POSITIONS = tuple(sorted({*RANGES, 64, 128, 256, 512, 2048, 8192, 32768}))  # finer ranges, to find where it falls
 GRAM = 8  # a token counts as repeated if the n-gram of this length that it completes has occurred before
 
 
@@ -140,21 +139,17 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     gains: list[int] = []
     drafts: list[int] = []
     by_category: dict[str, list[int]] = {}
-    by_position: dict[int, list[int]] = {}
+    rows: list[list[int]] = []
     counts = [(s["gained"], s["rows_stepped"]) for s in (r["decoders"][name] for r in rounds) if "gained" in s]
     for round_ in rounds:
         of_rows = round_["decoders"][name]["gains"]
         drafted = round_["decoders"][name].get("accepted") or [[gained - 1 for gained in row] for row in of_rows]
         drafts += [count for row in drafted for count in row[1:]]
         for row, category in zip(of_rows, round_["categories"], strict=False):
-            position = 0
-            for number, gained in enumerate(row):
-                if number:
-                    gains.append(gained)
-                    by_position.setdefault(POSITIONS[bisect_right(POSITIONS, position) - 1], []).append(gained)
-                    if category:
-                        by_category.setdefault(category, []).append(gained)
-                position += gained
+            rows.append(row)
+            gains += row[1:]
+            if category:
+                by_category.setdefault(category, []).extend(row[1:])
     if not gains:
         total, steps = sum(n for n, _ in counts), sum(n for _, n in counts)
         return {
@@ -167,7 +162,7 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         "accepted_drafts": sum(counted.by_depth),
         "accepted_by_depth": counted.shares,
         "accepted_by_category": {category: _mean(values) for category, values in sorted(by_category.items())} or None,
-        "accepted_by_position": {str(start): _mean(values) for start, values in sorted(by_position.items())},
+        "accepted_by_position": {str(at): c.tokens_per_step for at, c in counts_by_range(rows, POSITIONS).items()},
     }
 
 

@@ -227,7 +227,8 @@ class SpecTrainer(ResumableTrainer):
         assert outputs.loss is not None
         loss = outputs.loss.detach()
         terms = {"loss": loss, **(outputs.terms or {})}
-        self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens, outputs.overlaps)
+        divisor = tokens.clamp_min(1)
+        self._evaluation_meter.add(outputs.ranks, terms, divisor, tokens, outputs.overlaps, outputs.positions)
         return loss, None, None
 
     # Optimizer

@@ -127,7 +127,10 @@ def test_a_run_on_rows_with_images_trains_a_head_that_decodes_as_training_counte
     kept = prepare(recipe(folder, tmp_path / "kept", "eagle3", {"steps": 2}, features=tmp_path / "saved"))
     assert kept.train()["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
     head = run.trainer.model.head.state_dict()
-    assert SpecModel.from_pretrained(tmp_path / "live").head.state_dict().keys() == head.keys()
+    saved = SpecModel.from_pretrained(tmp_path / "live")
+    assert all(torch.equal(tensor, head[name]) for name, tensor in saved.head.state_dict().items())
+    told = (convert(saved.base, "medusa").export(tmp_path / "served", "vllm") / "README.md").read_text("utf8")
+    assert "This export is a head for text." in told
 
 
 def test_a_trainer_takes_chats_with_images_and_a_processor(tmp_path):

@@ -22,7 +22,7 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import Plan, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import logits_of
-from specheads.decoding.verify.model_inputs import image_arguments, input_device
+from specheads.decoding.verify.model_inputs import BasePositions, image_arguments, input_device, row_positions
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.targets import tokens_before, tokens_left
@@ -161,7 +161,7 @@ class SpecModel(PreTrainedModel):
         packed = document_ids is not None and bool((document_ids > 1).any())
         if position_ids is None:
             position_ids = positions_of(documents)
-        features, teacher = self.observe_base(
+        features, teacher, base_positions = self.observe_base(
             input_ids, attention_mask, position_ids, documents if packed else None, **kwargs
         )
         # Evaluations use the final weights of losses, so that they are comparable.
@@ -178,6 +178,7 @@ class SpecModel(PreTrainedModel):
             num_items=num_items_in_batch,
             seed=self.draw_seed,
             progress=progress,
+            base_positions=base_positions,
         )
         loss, terms = self.head.loss(batch)
         if self.joint is not None:
@@ -205,8 +206,9 @@ class SpecModel(PreTrainedModel):
 
     def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Teacher]:
-        """Run the base on a batch: its tapped features (B, T, F), and the teacher with its distribution.
+    ) -> tuple[Tensor, Teacher, BasePositions | None]:
+        """Run the base on a batch: its tapped features (B, T, F), the teacher with its distribution, and the base's
+        positions, if these have several parts.
 
         documents (B, T): document ids of packed rows, else None. TypeError for arguments that would be ignored."""
         images = image_arguments(self.base, kwargs)
@@ -218,7 +220,9 @@ class SpecModel(PreTrainedModel):
             )
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
-            return tap_base(self.base, input_ids, mask, position_ids, self.head.layers, images)
+            features, teacher = tap_base(self.base, input_ids, mask, position_ids, self.head.layers, images)
+        places = row_positions(self.base, input_ids, attention_mask, images) if images else None
+        return features, teacher, places
 
     def note_trained_length(self, length: int | None) -> None:
         """Record that the head was trained on texts of `length` tokens. The maximum is saved with the head."""

@@ -14,8 +14,10 @@ from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
 from specheads.data.datasets import build_datasets
 from specheads.data.images import TYPES, NoImages, token_types
-from specheads.decoding.verify.model_inputs import image_arguments
-from specheads.training.parity import ParityConfig
+from specheads.decoding.verify.model_inputs import image_arguments, row_positions
+from specheads.heads.layers.rope import RotaryTable
+from specheads.training.parity import ParityConfig, compare, prompts_of
+from specheads.training.recipe import loading
 from specheads.training.run import prepare
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import question
@@ -47,8 +49,27 @@ def plain_inputs(reader, messages, base, prompt=False, dtype=torch.float64):
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in out.items() if k not in dropped}
 
 
-def plain_model(model, inputs):
-    """The model with a base whose pass is that of the row's own inputs, for the slow heads."""
+# By which part of a position each frequency turns, beside images: time, height or width. Sections of 1, 1 and 2
+# frequencies in a row, and interleaved; None: a position has one part.
+AXES = {"Qwen2.5-VL": (0, 1, 2, 2), "Qwen3-VL": (0, 1, 2, 0)}
+
+
+def plain_model(model, inputs, axes):
+    """The model with a base whose pass is that of the row's own inputs, for the slow heads; place: of a token, as the
+    base's decoder was given it."""
+    seen = []
+    decoder = model.base.model.language_model
+    handle = decoder.register_forward_pre_hook(lambda *call: seen.append(call[2]["position_ids"]), with_kwargs=True)
+    model.base(**inputs)
+    handle.remove()
+    position = seen[0]
+
+    def place(at):
+        if axes is None or position is None:  # a row of text
+            return at
+        length = position.shape[-1]
+        parts = position[-3:, 0, min(at, length - 1)] + max(0, at - length + 1)
+        return tuple(parts[list(axes)].tolist())
 
     class Base:
         get_input_embeddings = model.base.get_input_embeddings
@@ -57,7 +78,7 @@ def plain_model(model, inputs):
             assert ids.tolist() == inputs["input_ids"].tolist()
             return model.base(**inputs, **options)
 
-    return SimpleNamespace(base=Base(), head=model.head)
+    return SimpleNamespace(base=Base(), head=model.head, place=place)
 
 
 @pytest.mark.parametrize("family", IMAGE_TOKENS)
@@ -79,7 +100,9 @@ def test_loss_and_gradients_of_rows_with_images_are_those_of_each_row_alone(fami
         learnt = [label for label in row["labels"] if label != -100]
         answers = [m["content"] for m in asked["messages"] if m["role"] == "assistant"]
         assert reader.tokenizer.decode(learnt) == "".join(f"{answer}<eos>" for answer in answers)
-        total += slow_eagle3(plain_model(model, inputs), {**row, "input_ids": inputs["input_ids"][0].tolist()})[0]
+        total += slow_eagle3(
+            plain_model(model, inputs, AXES.get(family)), {**row, "input_ids": inputs["input_ids"][0].tolist()}
+        )[0]
         tokens += len(learnt)
     assert loss.item() == pytest.approx((total / tokens).item(), rel=1e-6)
     for fast, slow in zip(grads, torch.autograd.grad(total / tokens, trained), strict=True):
@@ -97,14 +120,66 @@ def test_loss_and_gradients_of_rows_with_images_are_those_of_each_row_alone(fami
     assert not torch.equal(expected, base.generate(batch["input_ids"], **without, **GREEDY))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.mark.parametrize("family", AXES)
+def test_a_head_turns_by_the_parts_of_a_position_that_its_base_turns_by(family, tmp_path):
+    base = VISION[family]()[0]
+    rotary = convert(base, "eagle3", rope_parameters=ROPE).head.rotary
+    assert rotary.axes == AXES[family]
+    like, position = torch.zeros(1), torch.randint(0, 40, (3, 2, 7), generator=torch.Generator().manual_seed(0))
+    rotary.ensure(64, like)
+    expected = base.model.language_model.rotary_emb(like, position)
+    for ours, theirs in zip(rotary(position), expected, strict=True):
+        torch.testing.assert_close(ours.squeeze(1), theirs)
+    convert(base, "eagle3").save_pretrained(tmp_path)
+    assert SpecModel.from_pretrained(tmp_path, base=base).head.config.mrope_axes == AXES[family]
+    assert convert(VISION["Llava"]()[0], "eagle3").head.config.mrope_axes is None
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("eagle3", {"steps": 3}), ("parallel", {"block_size": 3, "num_layers": 1}), ("hydra", {"prefix_layer": True}),
+])  # fmt: skip
+def test_after_an_image_decoding_accepts_what_training_says_of_a_head_with_the_bases_positions(
+    kind, options, monkeypatch
+):
+    base, reader = VISION["Qwen2.5-VL"]()[0].double(), processor("Qwen2.5-VL")
+    torch.manual_seed(0)
+    model = convert(base, kind, dtype=torch.float64, **options).train()
+    shown = chat((["a", *(picture(seed, 32, 32) for seed in range(4)), "b"], "c"))
+    prompts = prompts_of(build_datasets(DataConfig(train=[shown]), reader, V)[0], ParityConfig(prompts=1))
+    collator, rows = Collator(0, processor=reader), []
+    for row in prompts:
+        asked = collator([{**row, "labels": row["input_ids"]}])
+        given = {name: asked[name] for name in ("input_ids", "attention_mask")} | image_arguments(base, asked)
+        text = base.generate(**given, do_sample=False, max_new_tokens=24)[0].tolist()
+        rows.append(
+            {**row, "input_ids": text, "labels": [-100] * len(row["input_ids"]) + text[len(row["input_ids"]) :]}
+        )
+    batch, optimizer = collator(rows), torch.optim.Adam(model.head.parameters(), 3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    config = ParityConfig(max_new_tokens=24)
+    parity = compare(model, prompts, config, processor=reader)
+    assert parity.measured == parity.simulated > 1.5, parity
+    # What decoding rotates by: the base's positions of the prompt, and from its end on one more for each token.
+    turned, forward = [], RotaryTable.forward
+    monkeypatch.setattr(RotaryTable, "forward", lambda self, at: turned.append(at) or forward(self, at))
+    model.generate(**given, draft="head", do_sample=False, max_new_tokens=12)
+    table = row_positions(base, given["input_ids"], given["attention_mask"], image_arguments(base, asked)).table
+    columns = turned[0].shape[-1]
+    assert torch.equal(turned[0], table[..., :columns]) and columns >= table.shape[-1] - 1
+    end, count = int(table[0, 0, -1]), table.shape[-1]
+    later = torch.cat([at.flatten(1) for at in turned[1:]], 1)
+    assert end <= count - 40 and later.min() >= end and later.max() <= end + 16 and bool((later == later[0]).all())
+
+
+def material(made, family):
     """A base that reads images with its processor, and rows with files of images beside rows of text."""
-    made = tmp_path_factory.mktemp("material")
-    base = VISION["Llava"]()[0]
+    base = VISION[family]()[0]
     base.generation_config.eos_token_id = 1
     base.save_pretrained(made / "base")
-    processor("Llava").save_pretrained(made / "base")
+    processor(family).save_pretrained(made / "base")
     for name, seeds in (("train", range(6)), ("eval", range(6, 10))):
         rows = []
         for seed in seeds:
@@ -114,6 +189,25 @@ def folder(tmp_path_factory):
             rows.append({"messages": [question, {"role": "assistant", "content": f"answer {seed}"}]})
         (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return material(tmp_path_factory.mktemp("material"), "Llava")
+
+
+def test_a_run_from_saved_features_has_the_positions_that_the_base_counts(tmp_path, monkeypatch):
+    """As one with the base in memory. (AutoProcessor does not know the processor, a stand-in for Qwen's.)"""
+    monkeypatch.setattr(loading, "load_processing", lambda name, config, **hub: processor("Qwen3-VL"))
+    folder = material(tmp_path, "Qwen3-VL")
+    options = {"steps": 2, "draft_vocab_size": None}
+    live = prepare(recipe(folder, tmp_path / "live", "eagle3", options, {"max_length": 64}, max_steps=2))
+    dump(folder, tmp_path / "saved", {"max_length": 64}, taps=None, training={"kind": "eagle3", "head": options})
+    kept = prepare(recipe(folder, tmp_path / "kept", "eagle3", options, features=tmp_path / "saved", max_steps=2))
+    assert kept.trainer.model.head.config.mrope_axes == AXES["Qwen3-VL"]
+    assert any(bool((row["base_positions"][-1] < len(row["labels"]) - 1).all()) for row in kept.trainer.train_dataset)
+    expected = live.train()["eval_loss"]
+    assert kept.train()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_on_rows_with_images_trains_a_head_that_decodes_as_training_counted(folder, tmp_path):

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
 from specheads.decoding.verify.hf_base import text_config
-from specheads.decoding.verify.model_inputs import image_arguments, input_device
+from specheads.decoding.verify.model_inputs import has_position_parts, image_arguments, input_device, row_positions
+from specheads.heads.layers.rope import MROPE_AXES
 from specheads.losses.chunked import rows_of_chunk
 from specheads.losses.teacher import LiveTeacher, TopKTail, gives_logits, packed_mask, tap_base
 from specheads.training.features.index import Index
@@ -44,7 +45,7 @@ class FeaturePasses:
 
     @torch.no_grad()
     def _pass(self, rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
-        saved = []
+        saved: list[dict[str, Tensor]] = []
         batch = {name: t.to(input_device(self.base)) for name, t in self.collator(rows).items()}
         documents, positions = batch["document_ids"], batch["position_ids"]
         packed = bool((documents > 1).any())
@@ -65,6 +66,11 @@ class FeaturePasses:
             "input_ids": batch["input_ids"], "document_ids": documents, "position_ids": positions,
             "supervised": supervised, **topk,
         }  # fmt: skip
+        if self.collator.processor is not None and has_position_parts(self.base):
+            # Of every row, as all rows of a file have the same tensors.
+            places = row_positions(self.base, batch["input_ids"], batch["attention_mask"], images) if images else None
+            table = positions.expand(MROPE_AXES, -1, -1) if places is None else places.table
+            plain["base_positions"] = table.permute(1, 2, 0)
         for b, row in enumerate(rows):
             here = slice(0, len(row["input_ids"]))
             saved_row = {name: t[b, here].cpu() for name, t in plain.items()}

@@ -82,6 +82,8 @@ def test_rows_of_tokens_may_have_images_and_are_refused_with_others(reader, tmp_
     batches = [Collator(0, processor=reader)([one]) for one in (row, again)]
     assert batches[0].keys() == batches[1].keys() > {"pixel_values", "image_grid_thw", TYPES}
     assert all(torch.equal(tensor, batches[1][name]) for name, tensor in batches[0].items())
+    every = read({"input_ids": row["input_ids"], "images": stored["images"]}, reader)["labels"]
+    assert [label == -100 for label in every] == [t == 0 or kind > 0 for t, kind in enumerate(row[TYPES])]
     larger = {**stored, "images": [base64.b64encode(png(picture(1, 24, 16))).decode()]}
     with pytest.raises(ImageError, match="have 4 tokens of images, and its images need 6"):
         read(larger, reader)

@@ -227,5 +227,4 @@ class DecoderConfig(HeadConfig):
         return RotaryTable(self.head_dim, self.rope_parameters, self.mrope_axes)
 
     def with_base_positions(self, base_config: Any) -> Self:
-        assert self.head_dim
-        return replace(self, mrope_axes=mrope_of(base_config, self.head_dim))
+        return replace(self, mrope_axes=None if self.head_dim is None else mrope_of(base_config, self.head_dim))

@@ -196,8 +196,8 @@ IMAGES = """
 ## Images
 
 This export is a head for text. No server was run with it on images. After an image its drafts may fit less well: the
-head learnt the placeholder's embedding and counts tokens, where SGLang gives a draft the image's embeddings and engines
-may give it the base's three-part positions. The text is the base's in any case.
+head learnt the placeholder's embedding, where SGLang gives a draft the image's, and the files say nothing of positions
+of several parts (mrope). The text is the base's in any case.
 """
 
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast, ProcessorMixin
 from tests.support.families import DELTA
 
 PAD, V = 0, 270
+SMALL = {"vocab_size": 97}  # of families without a processor here
 TEXT = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5, "max_position_embeddings": 256,
@@ -63,7 +64,7 @@ def gemma3():
 
 
 def paligemma():
-    text = transformers.GemmaConfig(**TEXT, tie_word_embeddings=False)
+    text = transformers.GemmaConfig(**{**TEXT, **SMALL}, tie_word_embeddings=False)
     vision = transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4, projection_dim=32)
     model = vision_model("PaliGemma", text, vision, image_token_index=IMAGE, projection_dim=32, hidden_size=32)
     return model, {"pixel_values": torch.randn(2, 3, 8, 8)}, [[IMAGE] * 4 + [5, 6, 7], [IMAGE] * 4 + [8]]
@@ -80,9 +81,9 @@ def mistral3():
 
 def gemma4():
     text = transformers.Gemma4TextConfig(
-        **{**TEXT, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        **{**TEXT, **SMALL, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
         sliding_window=8, tie_word_embeddings=False, global_head_dim=16, num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=V,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=SMALL["vocab_size"],
     )  # fmt: skip
     vision = transformers.Gemma4VisionConfig(
         **TOWER, num_key_value_heads=2, head_dim=8, patch_size=4, position_embedding_size=64, pooling_kernel_size=2

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specheads.data.images import TYPES, image_tensors
 from specheads.data.rows import IGNORED, Row
 
 
@@ -48,11 +49,14 @@ class Collator:
 
     input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
     all tokens of an unpacked row). T is rounded up to pad_to_multiple_of. A row may already be padded, as shown by its
-    attention_mask, or packed, as shown by its position_ids alone.
+    attention_mask, or packed, as shown by its position_ids alone. processor: the base's, which reads the images of rows
+    that have some: the batch then has mm_token_type_ids (B, T), 0 where a token is text, and the processor's tensors
+    (pixel_values …) of all images, in the order of the rows.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
+    processor: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
@@ -79,7 +83,19 @@ class Collator:
             columns = {"attention_mask": seen, "position_ids": position, "document_ids": documents, **row}
             for name in padding:
                 batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
-        return batch
+        return batch | self._images(rows, width)
+
+    def _images(self, rows: Sequence[Mapping[str, Any]], width: int) -> dict[str, Tensor]:
+        images = [image for row in rows for image in row.get("images") or ()]
+        if not images:
+            return {}
+        if self.processor is None:
+            raise ValueError("rows have images, and the collator no processor: Collator(…, processor=AutoProcessor…)")
+        types = torch.zeros(len(rows), width, dtype=torch.int64)
+        for b, row in enumerate(rows):
+            if row.get("images"):
+                types[b, : len(row[TYPES])] = torch.as_tensor(row[TYPES])
+        return {TYPES: types, **image_tensors(self.processor, images)}
 
 
 def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:

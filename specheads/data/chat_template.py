@@ -17,6 +17,7 @@ from specheads.options import shown
 
 _Written = TypeVar("_Written")
 _READS_PARTS = re.compile(r"""['"]text['"]""")  # a part's type or key, as a template refers to it
+_READS_TEXT_TOO = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|mapping)\b")
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -105,17 +106,24 @@ def _as_json(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
+def _reads_parts_alone(template: str) -> bool:
+    return _READS_PARTS.search(template) is not None and _READS_TEXT_TOO.search(template) is None
+
+
 def for_template(message: Message, template: str, arguments: Callable[[Any], Any] = _as_dict) -> Message:
     """The message in the form that this template expects.
 
-    Parts of text are joined by newlines, as vLLM does, unless the template reads parts itself. Content that is null or
-    absent, as beside calls, is empty text. arguments: what a call's arguments become.
+    Parts of text are joined by newlines, as vLLM does, unless the template reads parts itself; text is a part if it
+    reads nothing else, as Llava's. Content that is null or absent, as beside calls, is empty text. arguments: what a
+    call's arguments become.
     """
     content = message.get("content")
     if content is None:
         message = {**message, "content": ""}
     elif is_text_parts(content) and not _READS_PARTS.search(template):
         message = {**message, "content": "\n".join(part["text"] for part in content)}
+    if isinstance(content := message.get("content"), str) and _reads_parts_alone(template):
+        message = {**message, "content": [{"type": "text", "text": content}]}
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     parsed = []

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from specheads.data import chat_template, row_forms, spans
+from specheads.data import chat_template, images, row_forms, spans
 from specheads.data import rows as rows_code
 from specheads.data.batches import Collator, pack
 from specheads.data.chat_template import MissingTemplate
@@ -21,6 +20,7 @@ from specheads.data.config import DataConfig
 from specheads.data.row_forms import Dropped, reason_of
 from specheads.data.rows import IGNORED, TOKEN_COLUMNS, Row, chunk, tokenize, truncate
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines, source_name
+from specheads.options import OptionError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -36,12 +36,13 @@ _PACK_ROWS = 1000  # rows packed at a time: enough to waste little space, few en
 
 
 def build_datasets(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None,
+    config: DataConfig, tokenizer: Any, vocab_size: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> tuple[Dataset, Dataset | None]:  # fmt: skip
     """(train, eval or None), tokenized, cut and, with packing, packed. The same for a given seed, whatever num_proc is.
 
-    vocab_size: of the base; stop_ids: see `tokenize`. Rows are held out whole. Rows that are malformed, that the chat
+    tokenizer: the base's, or its processor, which rows with images need. vocab_size: of the base; stop_ids: see
+    `tokenize`. Rows are held out whole. Rows that are malformed, that the chat
     template refuses, whose answers are uncertain or that have no supervised token are dropped, with a warning that
     counts them by reason. Raises ValueError if all are, and for a row with tokens that the base lacks.
     """
@@ -68,8 +69,8 @@ def build_datasets(
         chosen = [row for i, row in enumerate(chosen) if i not in indices]
         evaluation = train
     known = {
-        "tokenizer": tokenizer, "config": config, "vocab_size": vocab_size, "stop_ids": sorted(stop_ids),
-        "code": _code(),
+        "tokenizer": images.tokenizer_of(tokenizer), "config": config, "vocab_size": vocab_size,
+        "stop_ids": sorted(stop_ids), "code": _code(), "processor": images.processor_of(tokenizer),
     }  # fmt: skip
     return _prepare(train, chosen, "train", config, known), (
         None if evaluation is None else _prepare(evaluation, held_out, "eval", config, known)
@@ -86,6 +87,7 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
         config.messages_column,
         "tools",
         *row_forms.COLUMNS,
+        *images.COLUMNS,
         "input_ids",
         *TOKEN_COLUMNS,
     }
@@ -94,6 +96,9 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
         rows = rows.select(chosen)
     ids, text = datasets.List(datasets.Value("int64")), datasets.Value("string")
     columns = {"input_ids": ids, "labels": ids, "row": datasets.Value("int64"), "dropped": text, "fault": text}
+    if known["processor"] is not None:
+        stored = {"bytes": datasets.Value("binary"), "path": text}
+        columns |= {"images": datasets.List(stored), images.TYPES: datasets.List(datasets.Value("int8"))}
     options: dict[str, Any] = {
         "batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc,
         "features": datasets.Features(columns),
@@ -115,6 +120,11 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
             raise ValueError(f"none of the {len(done)} rows of {where} can be learnt from: {dropped}")
         _log.warning("%s: dropped %d of %d rows: %s", where, dropped.total, len(done), dropped)
     kept = kept.remove_columns(["row", "dropped", "fault"])
+    if "images" in kept.column_names:
+        if not any(map(len, kept.select_columns(images.TYPES)[images.TYPES])):
+            kept = kept.remove_columns(["images", images.TYPES])
+        elif config.packing:
+            raise OptionError("{packing}: rows with images are not packed; leave it out", packing=True)
     if not config.packing:
         return kept
     # One process, so that sequences do not depend on num_proc; packing only copies lists.
@@ -138,26 +148,27 @@ def _columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
 def _code() -> str:
     """A digest of the code that makes rows. The datasets library caches a function's results under its name alone, and
     would otherwise reuse those of another version."""
-    parts = (rows_code, row_forms, chat_template, spans)
+    parts = (rows_code, row_forms, chat_template, spans, images)
     return f"{zlib.crc32(b''.join(Path(str(part.__file__)).read_bytes() for part in parts)):08x}"
 
 
 def _tokenize_rows(
-    columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
-    vocab_size: int | None, stop_ids: Collection[int], code: str,
+    columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: Any, config: DataConfig,
+    vocab_size: int | None, stop_ids: Collection[int], code: str, processor: Any,
 ) -> dict[str, list]:  # fmt: skip
     """Tokenize a batch of rows; one that is dropped keeps its reason and fault. code: see `_code`; part of the cache
     key, otherwise unused."""
     tokenized: list[dict[str, Any]] = []
+    none: Row = {} if processor is None else {"images": [], images.TYPES: []}  # of a row of text
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:
-            tokens = tokenize(row, tokenizer, config, stop_ids)
+            tokens = none | tokenize(row, tokenizer, config, stop_ids, processor)
             parts = chunk(tokens, config.max_length, tokenizer)
         except MissingTemplate:
             raise
         except ValueError as error:
             nothing: Row = {"input_ids": [], "labels": []}
-            tokenized.append({**nothing, "row": index, "dropped": reason_of(error), "fault": str(error)})
+            tokenized.append({**nothing, **none, "row": index, "dropped": reason_of(error), "fault": str(error)})
             continue
         try:
             refuse_unknown_ids(tokens["input_ids"], vocab_size)
@@ -166,7 +177,9 @@ def _tokenize_rows(
         for part in parts:
             learnt = any(label != IGNORED for label in part["labels"])
             fault = "" if learnt else f"expected text, or assistant turns inside max_length={config.max_length}"
-            tokenized.append({**part, "row": index, "dropped": "" if learnt else NOTHING_TO_LEARN, "fault": fault})
+            tokenized.append(
+                {**none, **part, "row": index, "dropped": "" if learnt else NOTHING_TO_LEARN, "fault": fault}
+            )
     return _columns_of(tokenized)
 
 

@@ -132,7 +132,7 @@ def _parse_call(text: Any) -> dict[str, Any] | None:
 
 def _refuse_no_text(message: Message, number: int) -> None:
     content = message.get("content")
-    if content is None or isinstance(content, str) or is_text_parts(content):
+    if content is None or isinstance(content, str) or is_parts(content):
         return
     if message["role"] in TOOL_ROLES:  # some templates write tool results as JSON
         return
@@ -145,6 +145,13 @@ def is_text_parts(content: Any) -> TypeGuard[list[Any]]:
     return isinstance(content, (list, tuple)) and all(
         isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in content
+    )
+
+
+def is_parts(content: Any) -> TypeGuard[list[Any]]:
+    """Parts of text, and {"type": "image"} where an image is, as `images.take_images` leaves them."""
+    return isinstance(content, (list, tuple)) and all(
+        is_text_parts([part]) or (isinstance(part, Mapping) and dict(part) == {"type": "image"}) for part in content
     )
 
 

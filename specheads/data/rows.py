@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from specheads.data import images as image_data
 from specheads.data.chat_template import ChatTemplate
+from specheads.data.images import ImageCut, NoImages, cut_run, image_column, read_text, store_image, take_images
 from specheads.data.row_forms import ROLES, RowError, messages_of, parse_messages, tools_of, without_none
 from specheads.data.spans import Span, UncertainSpans, spans_of, specials_of
 
@@ -22,15 +24,16 @@ if TYPE_CHECKING:
     from specheads.data.config import DataConfig
 
 IGNORED = -100
-Row = dict[str, list[int]]
+Row = dict[str, list[Any]]
 TOKEN_COLUMNS = ("labels", "loss_mask", "attention_mask", "document_ids", "position_ids")  # in addition to input_ids
 
 _COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template compares with, including roles
 
 
 def tokenize(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig, stop_ids: Collection[int] = ()
-) -> Row:
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig, stop_ids: Collection[int] = (),
+    processor: Any = None,
+) -> Row:  # fmt: skip
     """One row → input_ids, labels. A row with both chat and text is a chat. Chats are cut to max_length; text is not.
 
     Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
@@ -38,13 +41,15 @@ def tokenize(
     to the template. stop_ids: tokens besides eos at which the model stops; one may end a turn (GLM-4.5's <|user|>).
     A row that already has input_ids keeps them, supervised according to its labels or loss_mask (without either, all
     but the first token); positions that its attention_mask marks as padding are left out.
+    processor: the base's, which rows with images need. Such a row also has images (`images.store_image`) and
+    mm_token_type_ids, what each token is; images are never supervised, and never cut.
 
     Raises RowError, a ValueError, for a row that is malformed or whose answers are uncertain; MissingTemplate.
     """
     if row.get("input_ids") is not None:
-        return _tokens_of(row)
+        return _with_images(_tokens_of(row), row, processor, config.max_length)
     if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
-        return truncate(_tokenize_chat(row, messages, tokenizer, config, stop_ids), config.max_length, tokenizer)
+        return _tokenize_chat(row, messages, tokenizer, config, stop_ids, processor)
     text = row.get(config.text_column)
     if text is None or not isinstance(text, str):
         raise RowError(
@@ -94,7 +99,11 @@ def _tokenize_chat(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     stop_ids: Collection[int],
+    processor: Any,
 ) -> Row:
+    messages, sources = take_images(messages, row)
+    if sources and processor is None:
+        raise NoImages(NO_PROCESSOR)
     template = ChatTemplate(tokenizer, tools_of(row), config.chat_template_kwargs or {})
     messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template.source)))
     for number, message in enumerate(messages, start=1):
@@ -104,12 +113,46 @@ def _tokenize_chat(
     text, spans = spans_of(messages, template, [stop for stop in stops if stop in specials_of(tokenizer)])
     answers = messages if template.marks_answers else messages[1:]
     spans = _without_weight_0(spans, [message for message in answers if message["role"] == "assistant"])
-    ids, token_spans = _token_spans(text, spans, tokenizer)
+    if sources:
+        stored = [store_image(source) for source in sources]
+        read = read_text(processor, text, stored)
+        ids, token_spans = read.ids, spans_in(read.offsets, [(read.shift(a), read.shift(b)) for a, b in spans])
+    else:
+        ids, token_spans = _token_spans(text, spans, tokenizer)
     labels = [IGNORED] * len(ids)
     for first, stop in token_spans:
         labels[first:stop] = ids[first:stop]
     labels[:1] = [IGNORED] * len(labels[:1])
-    return {"input_ids": ids, "labels": labels}
+    if not sources:
+        return truncate({"input_ids": ids, "labels": labels}, config.max_length, tokenizer)
+    labels = [IGNORED if kind else label for label, kind in zip(labels, read.types, strict=True)]
+    start, end = cut_of(labels, config.max_length)
+    bos = _leading_bos(ids, tokenizer) if start else []
+    kept = cut_run(read.runs, start + len(bos), end)
+    row = _spliced(ids, labels, start + len(bos), end, bos)
+    types = [0] * len(bos) + read.types[start + len(bos) : end]
+    return {**row, "images": [stored[i] for i in kept], image_data.TYPES: types}
+
+
+NO_PROCESSOR = "the base reads text alone, or AutoProcessor finds no processor of images beside it"
+
+
+def _with_images(tokens: Row, row: Mapping[str, Any], processor: Any, max_length: int) -> Row:
+    """A row of tokens with the images that its placeholders stand for."""
+    sources = image_column(row)
+    if not sources:
+        return tokens
+    if processor is None:
+        raise NoImages(NO_PROCESSOR)
+    stored = [store_image(source) for source in sources]
+    types = image_data.token_types(processor, tokens["input_ids"])
+    there, expected = sum(map(bool, types)), image_data.count_placeholders(processor, stored)
+    if there != expected:
+        raise image_data.ImageError(f"its input_ids have {there} tokens of images, and its images need {expected}")
+    if len(types) > max_length:
+        raise ImageCut(f"it has {len(types)} tokens, max_length is {max_length}, and its images are not cut")
+    labels = [IGNORED if kind else label for label, kind in zip(tokens["labels"], types, strict=True)]
+    return {**tokens, "labels": labels, "images": stored, image_data.TYPES: types}
 
 
 def _without_weight_0(spans: list[Span], answers: list[Any]) -> list[Span]:
@@ -144,14 +187,19 @@ def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBas
             counts[edge] = len(head)
         return ids, [(counts[start], counts[end]) for start, end in spans]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts, ends = [list(edge) for edge in zip(*encoded["offset_mapping"], strict=True)] or ([], [])
+    return encoded["input_ids"], spans_in(encoded["offset_mapping"], spans)
+
+
+def spans_in(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Span]:
+    """For each span of characters the token range [first, stop) that overlaps it. offsets: of the tokens."""
+    starts, ends = [list(edge) for edge in zip(*offsets, strict=True)] or ([], [])
     token_spans = []
     for start, end in spans:
         first, stop = bisect_left(ends, start + 1), bisect_left(ends, end + 1)
         if stop < len(ends) and starts[stop] < end:  # a token that crosses the end belongs to the turn
             stop += 1
         token_spans.append((first, stop))
-    return encoded["input_ids"], token_spans
+    return token_spans
 
 
 def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -159,10 +207,17 @@ def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> R
     ids, labels = row["input_ids"], row["labels"]
     if len(ids) <= max_length:
         return row
-    end = max((t + 1 for t, label in enumerate(labels) if label != IGNORED), default=len(ids))
+    start, end = cut_of(labels, max_length)
     bos = _leading_bos(ids, tokenizer)
-    start = max(0, end - max_length)
     return _spliced(ids, labels, start + len(bos), end, bos)
+
+
+def cut_of(labels: Sequence[int], max_length: int) -> tuple[int, int]:
+    """The tokens [start, end) of a row that are kept: all if they fit, else those up to the last supervised one."""
+    if len(labels) <= max_length:
+        return 0, len(labels)
+    end = max((t + 1 for t, label in enumerate(labels) if label != IGNORED), default=len(labels))
+    return max(0, end - max_length), end
 
 
 def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
@@ -171,6 +226,8 @@ def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list
     The first token of a chunk is not supervised; a single leftover token, which nothing would predict, is dropped.
     """
     ids, labels = row["input_ids"], row["labels"]
+    if len(ids) <= max_length:
+        return [row]
     bos = _leading_bos(ids, tokenizer)
     step = max_length - len(bos)
     rows = [{"input_ids": ids[:max_length], "labels": labels[:max_length]}]

@@ -51,8 +51,9 @@ def load_dataset_rows(
         listed = list(source)
         if bad := [row for row in listed if not isinstance(row, Mapping)]:
             raise ValueError(f"a row is {bad[0]!r:.80}: expected a dict with {text_column!r} or {messages_column!r}")
-        names = dict.fromkeys(name for row in listed for name in row)  # from_list reads the first row's alone
-        rows = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in listed])
+        names = dict.fromkeys(name for row in listed for name in row)
+        columns = {name: _in_parts([row.get(name) for row in listed]) for name in names}
+        rows = datasets.Dataset.from_dict(columns)
     else:
         raise ValueError(f"cannot read rows from {name}: expected a path, a hub id, a Dataset or dicts")
     if len(rows) == 0:
@@ -66,6 +67,21 @@ def load_dataset_rows(
             "'input_ids'; name yours with text_column or messages_column"
         )
     return rows
+
+
+def _in_parts(column: list[Any]) -> list[Any]:
+    """A column of messages in parts alone if some content is: a column cannot hold text beside them."""
+
+    def is_chat(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)
+
+    def part(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = message.get("content")
+        return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+    if not any(isinstance(m.get("content"), (list, tuple)) for chat in filter(is_chat, column) for m in chat):
+        return column
+    return [[part(message) for message in value] if is_chat(value) else value for value in column]
 
 
 def _load_named(names: list[str], split: str, subset: str | None, text_column: str) -> Dataset:

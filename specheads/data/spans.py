@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from specheads.data.chat_template import ChatTemplate
-from specheads.data.row_forms import Message, RowError, is_text_parts
+from specheads.data.row_forms import Message, RowError, is_parts, is_text_parts
 
 Span = tuple[int, int]
 _MARKERS = range(0x20000, 0x2A6E0)  # rare CJK characters: printable, so that no template escapes them
@@ -175,9 +175,11 @@ class _Chat:
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, str):
             message = {**message, "content": _with_marker(content, self.markers[2 * i])}
-        elif content and is_text_parts(content):
-            last = {**content[-1], "text": _with_marker(content[-1]["text"], self.markers[2 * i])}
-            message = {**message, "content": [*content[:-1], last]}
+        elif content and is_parts(content):
+            k = next((k for k in reversed(range(len(content))) if is_text_parts([content[k]])), None)
+            if k is not None:
+                text = {**content[k], "text": _with_marker(content[k]["text"], self.markers[2 * i])}
+                message = {**message, "content": [*content[:k], text, *content[k + 1 :]]}
         if in_calls and isinstance(calls, list) and calls:
             *others, last = calls
             function = last.get("function", last) if isinstance(last, Mapping) else None

@@ -5,6 +5,7 @@ Shapes: B batch rows, N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -16,7 +17,10 @@ from torch import Tensor
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.tree import DraftTree
 
-POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # where ranges of output positions begin
+# Where ranges of output positions begin: how many tokens of its text, or of its answer in a row to train on, came
+# before a step, the token that it drafts from included.
+RANGES = (0, 1024, 4096, 16384)
+POSITIONS = tuple(sorted({*RANGES, 64, 128, 256, 512, 2048, 8192, 32768}))  # finer ranges, to find where it falls
 TokenScores = list[list[tuple[Tensor, Tensor]]]  # per row and token: its raw logits and its processed scores (V,)
 
 
@@ -95,6 +99,30 @@ class AcceptanceCounts:
     def __str__(self) -> str:
         depths = f", by depth {' '.join(f'{share:.3f}' for share in self.shares)}" if self.by_depth else ""
         return f"{self.tokens_per_step:.3f} tokens a step in {self.steps:,} steps{depths}"
+
+
+def range_start(position: int, starts: Sequence[int] = RANGES) -> int:
+    """Where the range begins in which an output position lies."""
+    return starts[bisect_right(starts, position) - 1]
+
+
+def range_name(start: int) -> str:
+    """Of RANGES: "1–4k", "16k+"."""
+    names = [f"{value // 1024}" for value in RANGES]
+    i = RANGES.index(start)
+    return f"{names[i]}k+" if i == len(RANGES) - 1 else f"{names[i]}–{names[i + 1]}k"
+
+
+def counts_by_range(gains: Iterable[Sequence[int]], starts: Sequence[int] = RANGES) -> dict[int, AcceptanceCounts]:
+    """What steps accepted, by the range of output positions in which they began. gains: per text, the tokens of each
+    step, the prefill's first."""
+    found: dict[int, list[int]] = {}
+    for row in gains:
+        position = row[0] if row else 0
+        for gained in row[1:]:
+            found.setdefault(range_start(position, starts), []).append(gained)
+            position += gained
+    return {start: AcceptanceCounts.count(found[start]) for start in sorted(found)}
 
 
 @dataclass(frozen=True, slots=True)

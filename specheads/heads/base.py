@@ -20,6 +20,7 @@ from specheads.decoding.planner import NoDraft, Plan, StaticTree
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.tree.draft_logits import DraftIds
+from specheads.decoding.verify.model_inputs import BasePositions
 from specheads.heads.config import HeadConfig
 from specheads.heads.sampling import random_keys
 from specheads.losses.objective import Project, Scores, score_drafts
@@ -40,6 +41,7 @@ class TapBatch:
       the supervised tokens of this batch.
     seed: of the random draws, a different one at each step of a run; None draws one from torch's generator.
     progress: the share of a run that is done, for losses that change in its course; 1 in evaluation.
+    base_positions: of rows with images, where the base's positions have several parts.
     """
 
     tokens: Tensor
@@ -53,6 +55,7 @@ class TapBatch:
     num_items: Tensor | float | None = None
     seed: int | None = None
     progress: float = 1.0
+    base_positions: BasePositions | None = None
 
     @property
     def denominator(self) -> Tensor | float:

@@ -10,7 +10,14 @@ from specheads.decoding.verify.hf_base import first_layer
 from specheads.decoding.verify.masks import Reach
 from specheads.decoding.verify.taps import refuse_missing_taps
 from specheads.heads.layers.block import ACTIVATIONS, DecoderBlock
-from specheads.heads.layers.rope import RotaryTable, check_rope, inherited_rope, refuse_overflow
+from specheads.heads.layers.rope import (
+    MROPE_AXES,
+    RotaryTable,
+    check_rope,
+    inherited_rope,
+    mrope_of,
+    refuse_overflow,
+)
 from specheads.heads.layers.windows import block_reaches, check_windows
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
@@ -99,6 +106,11 @@ class HeadConfig:
         refuse_missing_taps(config.layers, base_config)
         return config
 
+    def with_base_positions(self, base_config: Any) -> Self:
+        """For a new head: a copy that rotates by the parts of the base's positions, if it attends and these have some.
+        Heads from elsewhere, and older ones, count tokens."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}}
 
@@ -109,7 +121,8 @@ class DecoderConfig(HeadConfig):
 
     rope_parameters: as in a transformers 5 config, with rope_type default, linear, llama3 or yarn. The option
     rope_theta alone means rope_type default with that theta. partial_rotary_factor among them: the share of each head
-      that is rotated, the first values.
+      that is rotated, the first values. mrope_axes: beside images, the part of the base's position (0 time, 1 height,
+      2 width) by which each of head_dim / 2 frequencies turns, set by convert(); None: by the count of tokens.
     hidden_act: of the MLP's gate: silu, gelu or gelu_pytorch_tanh.
     sliding_window: positions that a block attends to, its own included; None: all. layer_types: 'sliding_attention' or
       'full_attention' for each block (default: every block has the window, if there is one).
@@ -122,6 +135,7 @@ class DecoderConfig(HeadConfig):
     intermediate_size: int | None = None
     rms_norm_eps: float | None = None
     rope_parameters: dict[str, Any] | None = None
+    mrope_axes: tuple[int, ...] | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
@@ -139,6 +153,14 @@ class DecoderConfig(HeadConfig):
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
         if self.head_dim and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
+        if self.mrope_axes is not None and (
+            not all(type(axis) is int and 0 <= axis < MROPE_AXES for axis in self.mrope_axes)
+            or (self.head_dim and len(self.mrope_axes) != self.head_dim // 2)
+        ):
+            raise ValueError(
+                f"{self.kind} head option mrope_axes={shown(self.mrope_axes)}: expected 0, 1 or 2 for each of head_dim "
+                "/ 2 frequencies"
+            )
         if self.rope_parameters is not None:
             try:
                 object.__setattr__(self, "rope_parameters", check_rope(self.rope_parameters))
@@ -202,4 +224,7 @@ class DecoderConfig(HeadConfig):
 
     def rotary(self) -> RotaryTable:
         assert self.head_dim and self.rope_parameters
-        return RotaryTable(self.head_dim, self.rope_parameters)
+        return RotaryTable(self.head_dim, self.rope_parameters, self.mrope_axes)
+
+    def with_base_positions(self, base_config: Any) -> Self:
+        return replace(self, mrope_axes=None if self.head_dim is None else mrope_of(base_config, self.head_dim))

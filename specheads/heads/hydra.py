@@ -91,7 +91,7 @@ class PrefixLayer(nn.Module):
         self.rotary = config.rotary()
 
     def forward(self, attend: Attend, hidden: Tensor, position: Tensor) -> Tensor:
-        """hidden (B, T, H) and positions (B, T) → (B, T, H)."""
+        """hidden (B, T, H) and positions to rotate by → (B, T, H)."""
         return self.norm(attend(self.block, 0, self.input_layernorm(hidden), hidden, self.rotary(position)))
 
     @torch.no_grad()
@@ -152,7 +152,7 @@ class HydraHead(MedusaHead):
             ) -> Tensor:
                 return self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask)[0]
 
-            hidden = self.prefix(attend, hidden, position)
+            hidden = self.prefix(attend, hidden, self.prefix.rotary.place(position, batch.base_positions))
         flat = embedded.flatten(0, 1)
 
         def run_head(i: int) -> Tensor:
@@ -171,7 +171,9 @@ class HydraHead(MedusaHead):
             features = hidden
             hidden, _ = read_committed(
                 context, plan, features, self.config.reaches, prefix.rotary,
-                lambda attend, position: prefix(attend, features, position),
+                lambda attend, position: prefix(
+                    attend, features, prefix.rotary.place(position, target.base_positions)
+                ),
             )  # fmt: skip
         path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H) at head i: h and each node's tokens so far
         depths = zip(self.blocks, self.lm_heads, strict=True)

@@ -216,7 +216,7 @@ class ParallelHead(BlockLogits):
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
     def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, queries, keys, values): of
+        """Slots (B, M, H), positions to rotate by → their outputs (B, M, H). attend(layer, queries, keys, values): of
         the slots → attention output."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
@@ -230,7 +230,7 @@ class ParallelHead(BlockLogits):
         same document."""
         size, context = self.config.block_size, self.fuse(batch.features)
         self.rotary.ensure(int(batch.position_ids.max()) + size, context)
-        rotary = self.rotary(batch.position_ids)
+        rotary = self.rotary(self.rotary.place(batch.position_ids, batch.base_positions))
         context_keys_values = [layer.keys_values(context, rotary) for layer in self.decoder]  # type: ignore[operator]
         slot = torch.arange(size, device=context.device)
         inside = torch.ones(size, size, dtype=torch.bool, device=context.device)
@@ -252,7 +252,8 @@ class ParallelHead(BlockLogits):
                 return row_attention(q, (keys, k), (values, v), mask, shared=size, own_mask=own)
 
             x = self.slots(batch.tokens.gather(1, anchors), size, batch.embed)
-            outputs.append(self(x, position, attend).unflatten(1, (number, size))[:, :, self.config.silent_slots :])
+            place = self.rotary.place(position, batch.base_positions)
+            outputs.append(self(x, place, attend).unflatten(1, (number, size))[:, :, self.config.silent_slots :])
         return torch.cat(outputs, 1)
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -297,7 +298,7 @@ class ParallelHead(BlockLogits):
         features = self.fuse(context.features)
 
         def write(cache: TreeCache, position: Tensor, fresh: bool) -> None:
-            rotary = self.rotary(position)
+            rotary = self.rotary(self.rotary.place(position, context.target.base_positions))
             for i, layer in enumerate(self.decoder):
                 cache.update(*layer.keys_values(features, rotary), i)  # type: ignore[operator]
 
@@ -327,7 +328,8 @@ class ParallelHead(BlockLogits):
             return grouped_attention(q, *cache.update(k, v, i), masks[forms[i]])
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
-        hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)[:, config.silent_slots :]
+        place = self.rotary.place(cache.lengths.unsqueeze(1) + slot, target.base_positions)
+        hidden = self(x, place, attend)[:, config.silent_slots :]
         assert config.vocab_size is not None
         expand = self.expander(hidden, target.lm_head, target.embed)
         return plan.grow(context.root, expand, sampler, config.vocab_size)

@@ -23,6 +23,7 @@ from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.cache import TreeCache
 from specheads.decoding.verify.hf_base import layer_count
 from specheads.decoding.verify.masks import Levels, additive, gather_nodes, visible
+from specheads.decoding.verify.model_inputs import BasePositions
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.config import DecoderConfig, HeadConfig
 from specheads.heads.layers.block import Attend, DecoderBlock, RMSNorm, attend_with, read_committed
@@ -158,8 +159,8 @@ class FeatureHead(UnrolledHead):
         return None
 
     def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
-        """Embedded tokens, fused features or the last step's `next_hidden`, both (B, T, H), and positions (B, T) →
-        output (B, T, H)."""
+        """Embedded tokens, fused features or the last step's `next_hidden`, both (B, T, H), and positions to rotate
+        by → output (B, T, H)."""
         rotary = self.rotary(position)
         x, residual = self.inputs(embedded, hidden)
         for i, block in enumerate(self.blocks):
@@ -201,7 +202,8 @@ class FeatureHead(UnrolledHead):
             following = gather_nodes(embedded, (column + s + 1) % length)
             if s and masked is not None:
                 following, hidden = (each.expand_as(following) for each in masked)
-            outputs.append(self(attend, following, hidden, position + s))
+            place = self.rotary.place(position + s, batch.base_positions)
+            outputs.append(self(attend, following, hidden, place))
             hidden = self.next_hidden(outputs[-1])
         return outputs
 
@@ -212,13 +214,14 @@ class FeatureHead(UnrolledHead):
         fused, embedded = self.fuse(context.features.to(dtype)), self.embed(context.following, target.embed)
         hidden, cache = read_committed(
             context, plan, fused, self.config.reaches, self.rotary,
-            lambda attend, position: self(attend, embedded, fused, position),
+            lambda attend, position: self(attend, embedded, fused, self.rotary.place(position, target.base_positions)),
         )  # fmt: skip
         assert self.config.vocab_size is not None
         level = context.newest(hidden).unsqueeze(1)  # (B, k, H)
         masked = self.masked_input(context.root.unsqueeze(1), target.embed)
         if masked is not None:
-            outputs = torch.cat([level, *self.masked_steps(cache, plan.depth - 1, masked)], 1)
+            steps = self.masked_steps(cache, plan.depth - 1, masked, target.base_positions)
+            outputs = torch.cat([level, *steps], 1)
             depths = iter(self.draft_logits(outputs, 0, target.lm_head).split(1, 1))
             return plan.grow(
                 context.root, lambda tokens, parents: ChildLogits(next(depths), ids, tokens.shape[1]), sampler,
@@ -235,12 +238,15 @@ class FeatureHead(UnrolledHead):
                     attend_with(cache, for_each_block(reaches, levels.mask)),
                     self.embed(tokens, target.embed),
                 )
-                level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
+                place = self.rotary.place(levels.position, target.base_positions)
+                level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), place)
             return ChildLogits(self.draft_logits(level, 0, target.lm_head), ids)
 
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)
 
-    def masked_steps(self, cache: TreeCache, steps: int, masked: tuple[Tensor, Tensor]) -> list[Tensor]:
+    def masked_steps(
+        self, cache: TreeCache, steps: int, masked: tuple[Tensor, Tensor], base: BasePositions | None
+    ) -> list[Tensor]:
         """The outputs (B, S, H) of the S drafted steps after the first, which read `masked`, in one causal pass; [] if
         there are none."""
         if steps < 1:
@@ -253,4 +259,5 @@ class FeatureHead(UnrolledHead):
             lambda reach: additive(visible(earlier, slot, cache.lengths, cache.attended, reach), self.dtype),
         )
         embedded, hidden = (each.expand(*slot.shape, -1) for each in masked)
-        return [self(attend_with(cache, masks), embedded, hidden, cache.lengths.unsqueeze(1) + slot)]
+        place = self.rotary.place(cache.lengths.unsqueeze(1) + slot, base)
+        return [self(attend_with(cache, masks), embedded, hidden, place)]

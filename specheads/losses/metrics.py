@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.planner import StaticTree
+from specheads.decoding.results import RANGES
 from specheads.losses.targets import ENDED
 
 
@@ -70,14 +71,17 @@ class AcceptanceMeter:
     sums: starts; in_tree, the tree's accepted tokens; and at each depth: drafts, hits (first choices), reached (drafts
       after a run of first choices), runs (that include it). Of the starts with overlaps: measured, their number; and at
       each depth: measured_drafts, alphas, products of the alphas up to it. moments: how many batches; Σ s², Σ s·n and
-      Σ n² over them, for s accepted tokens at n starts.
+      Σ n² over them, for s accepted tokens at n starts. range_starts and range_runs, by RANGES of output positions:
+      starts, and tokens of runs.
     """
 
     tree: StaticTree | None = None
     sums: Sums = field(default_factory=dict)
 
-    def add(self, ranks: Tensor | None, overlaps: Tensor | None = None) -> None:
-        """Count ranks and overlaps (R, S). None, from a batch too short to score: ignored. ValueError if S changes."""
+    def add(self, ranks: Tensor | None, overlaps: Tensor | None = None, positions: Tensor | None = None) -> None:
+        """Count ranks and overlaps (R, S). None, from a batch too short to score: ignored. ValueError if S changes.
+
+        positions (R,): of the starts in the output, by `targets.tokens_before`."""
         if ranks is None:
             return
         if ranks.ndim != 2:
@@ -93,6 +97,11 @@ class AcceptanceMeter:
             alphas = torch.where(drafted, overlaps.detach().double(), 0)
             rows |= {"measured": one, "measured_drafts": drafted, "alphas": alphas, "products": alphas.cumprod(1)}
         totals = {name: values.double().sum(0) for name, values in rows.items()}
+        if positions is not None:
+            index = torch.bucketize(positions, positions.new_tensor(RANGES[1:]), right=True)
+            empty = torch.zeros(len(RANGES), dtype=torch.float64, device=index.device)
+            totals["range_starts"] = empty.index_add(0, index, one.double().squeeze(1))
+            totals["range_runs"] = empty.index_add(0, index, runs.sum(1).double())
         accepted, starts = totals["runs"].sum(), totals["starts"].sum()
         totals["moments"] = torch.stack(
             [(starts > 0).double(), accepted * accepted, accepted * starts, starts * starts]
@@ -118,6 +127,7 @@ class AcceptanceMeter:
         """The metrics by name, for depths k = 1 … S, those left out of which nothing was counted:
 
         accepted_length: of a greedy chain. accepted_length_error: its standard error, with two batches or more.
+        accepted_length_from_P: of starts in the range of output positions that begins at P, if several were reached.
         accuracy_depth_k: the share of first choices. conditional_accuracy_depth_k: that share among starts where every
           earlier depth was a first choice.
         accepted_length_tree: of the tree, if it has at most S depths.
@@ -135,6 +145,9 @@ class AcceptanceMeter:
         result = {"accepted_length": 1 + sum(sums["runs"]) / starts}
         if (error := self.error()) is not None:
             result["accepted_length_error"] = error
+        ranges = list(zip(RANGES, sums.get("range_starts", []), sums.get("range_runs", []), strict=False))
+        if sum(count > 0 for _, count, _ in ranges) > 1:
+            result |= {f"accepted_length_from_{at}": 1 + runs / count for at, count, runs in ranges if count}
         if self.tree is not None and self.tree.depth <= len(sums["hits"]):
             result["accepted_length_tree"] = 1 + sum(sums["in_tree"]) / starts
         shares = [("accuracy", "hits", "drafts"), ("conditional_accuracy", "runs", "reached")]
@@ -158,10 +171,10 @@ class TrainingMeter:
 
     def add(
         self, ranks: Tensor | None, terms: dict[str, Tensor], num_items: Tensor | float, tokens: Tensor,
-        overlaps: Tensor | None = None,
+        overlaps: Tensor | None = None, positions: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Add one batch. terms: already divided by num_items. tokens (): the batch's number of supervised tokens."""
-        self.acceptance.add(ranks, overlaps)
+        self.acceptance.add(ranks, overlaps, positions)
         add_sums(self.sums, {"tokens": tokens, **{f"term {name}": term * num_items for name, term in terms.items()}})
 
     def state(self) -> dict[str, list[float]]:

@@ -103,6 +103,14 @@ def tokens_left(supervised: Tensor, documents: Tensor) -> Tensor:
     return (ends - column - 1).clamp_min(0)
 
 
+def tokens_before(supervised: Tensor, documents: Tensor) -> Tensor:
+    """(B, T) the output position of a step from each start: how many tokens of its answer come before, that which it
+    drafts from included; 0 if that one was not generated. Arguments as of `tokens_left`."""
+    column = torch.arange(supervised.shape[1], device=supervised.device)
+    learnt = torch.cat([_has_target(supervised, documents), supervised.new_zeros(len(supervised), 1).bool()], 1)
+    return column - torch.where(learnt, -1, column).cummax(1).values
+
+
 def _has_target(supervised: Tensor, documents: Tensor) -> Tensor:
     """(B, T − 1) whether x[t + 1] is supervised, and of the document of x[t]."""
     return supervised[:, 1:].bool() & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)

@@ -6,7 +6,7 @@ V vocabulary, Vd draft vocabulary, R requested positions, X outcomes compared, K
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from specheads.decoding.probs.sampler import likeliest
 from specheads.decoding.tree.draft_logits import DraftIds
 from specheads.decoding.verify.hf_base import (
     MASKED_ATTENTION,
+    UnsupportedModel,
     decoder_of,
     has_state,
     layer_reach,
@@ -30,6 +31,7 @@ from specheads.decoding.verify.hf_base import (
     text_config,
 )
 from specheads.decoding.verify.masks import additive
+from specheads.decoding.verify.model_inputs import forward_arguments
 from specheads.decoding.verify.taps import captures_of, last_output_kept, run_tapped
 
 LOG_ZERO = -1e30  # log-probability of an impossible outcome: finite, because 0 · −∞ is NaN
@@ -195,16 +197,32 @@ def packed_mask(base: PreTrainedModel, documents: Tensor, position_ids: Tensor) 
     return masks if takes_mask_dict(base) else next(iter(masks.values()))
 
 
+def _with_tower(base: Any) -> Any:
+    """The part of a base that reads images and gives last hidden states."""
+    part = base.base_model
+    if part is base or "pixel_values" not in forward_arguments(part):
+        raise UnsupportedModel(f"{type(base).__name__}: its part that reads images and text was not found")
+    return part
+
+
 def tap_base(
-    base: Any, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, layers: tuple[int, ...]
-) -> tuple[Tensor, LiveTeacher]:
-    """One pass of the base over input_ids (B, T): its tapped layers (B, T, F), and the teacher."""
+    base: Any, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, layers: tuple[int, ...],
+    images: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, LiveTeacher]:  # fmt: skip
+    """One pass of the base over input_ids (B, T): its tapped layers (B, T, F), and the teacher.
+
+    images: arguments for its images (`image_arguments`). The base then counts its own positions, which may have three
+    parts (mrope)."""
     from_hidden = gives_logits(base)
     part = decoder_of(base) if from_hidden else base
+    given: dict[str, Any] = {"position_ids": position_ids}
+    if images:
+        part = _with_tower(base) if from_hidden else base
+        given = dict(images)
     with captures_of(base).installed() if layers else nullcontext(), last_output_kept(base, layers):
         out, features = run_tapped(
             base, part, layers, input_ids,
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False,
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **given,
         )  # fmt: skip
     if not from_hidden:
         return features, LiveTeacher(out.logits.flatten(0, 1), None)

@@ -14,6 +14,7 @@ import transformers
 import yaml
 from transformers import PreTrainedModel
 
+from specheads.decoding.results import RANGES, range_name
 from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
 from specheads.models.config import SpecConfig
@@ -165,6 +166,7 @@ def _measured(run: TrainingRecord, last: Mapping[str, Any]) -> list[str]:
     if (served := last.get("parity_served")) is not None:
         parts.append(f"With the tree that it drafts by default: {served:.2f}.")
     parts += [_depth_table(last, name, prefix) for name, prefix in sets.items()]
+    parts += [_range_table(last, name, prefix) for name, prefix in sets.items()]
     steps = [log["step"] for log in run.history if "step" in log]
     if run.restored_step is not None and parts and max(steps, default=0) > run.restored_step:
         parts.append(f"The head is that of step {run.restored_step} of {max(steps)}, the best of the run.")
@@ -190,6 +192,14 @@ def _depth_table(figures: Mapping[str, Any], name: str, prefix: str) -> str:
     depth = f"depth, {name}" if name else "depth"
     head = f"| {depth} | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
     return "\n".join([head, *rows]) if rows else ""
+
+
+def _range_table(figures: Mapping[str, Any], name: str, prefix: str) -> str:
+    """The accepted length by output position on one held-out set; "" where its answers reach a single range."""
+    found = ((start, figures.get(f"{prefix}accepted_length_from_{start}")) for start in RANGES)
+    rows = [f"| {range_name(start)} | {length:.2f} |" for start, length in found if length is not None]
+    title = f"output position, {name}" if name else "output position"
+    return "\n".join([f"| {title} | accepted length |\n|---:|---:|", *rows]) if rows else ""
 
 
 def _step_table(history: Sequence[Mapping[str, Any]], name: str, prefix: str) -> str:

@@ -69,7 +69,7 @@ def convert(
         )
     config = head_config(head, options)
     refuse_other_sizes(config, text_config(base))
-    config = config.with_base_defaults(text_config(base))
+    config = config.with_base_defaults(text_config(base)).with_base_positions(text_config(base))
     module = build_head(config, base)
     module.refuse_unfit(base.eval())
     module.copy_frozen_weights(base)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specheads.data.batches import documents_of
+from specheads.data.images import TYPES
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters import as_drafter
 from specheads.decoding.drafters.base import Drafter
@@ -21,9 +22,10 @@ from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import Plan, StaticTree, static_choices
 from specheads.decoding.verify.hf_base import logits_of
-from specheads.decoding.verify.model_inputs import input_device
+from specheads.decoding.verify.model_inputs import BasePositions, image_arguments, input_device, row_positions
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
+from specheads.losses.targets import tokens_before, tokens_left
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
 from specheads.models.base.loading import keep_4bit_layout
@@ -35,12 +37,14 @@ from specheads.models.formats.export.exporting import export
 
 @dataclass
 class SpecOutput(ModelOutput):
-    """loss: the head's (joint training adds the base's); ranks and overlaps (R', S) and terms: see DraftHead.loss."""
+    """loss: the head's (joint training adds the base's); ranks and overlaps (R', S) and terms: see DraftHead.loss.
+    positions (R',), in evaluation: the output position of each start, by `losses.targets.tokens_before`."""
 
     loss: Tensor | None = None
     ranks: Tensor | None = None
     overlaps: Tensor | None = None
     terms: dict[str, Tensor] | None = None
+    positions: Tensor | None = None
 
 
 class SpecModel(PreTrainedModel):
@@ -139,7 +143,8 @@ class SpecModel(PreTrainedModel):
         labels (B, T): −100 where token t is not learnt (Hugging Face's convention, before any shift); or loss_mask
         (B, T): true where it is. With neither, this is the base's own forward and returns its output.
         document_ids (B, T): 1, 2 … for packed documents, which do not attend to one another; 0 is padding. Without
-        them a document begins wherever position_ids do not increase.
+        them a document begins wherever position_ids do not increase. kwargs: the images of a batch, as `Collator` with
+        a processor makes them.
         """
         if labels is None and loss_mask is None:
             if document_ids is not None:
@@ -156,7 +161,7 @@ class SpecModel(PreTrainedModel):
         packed = document_ids is not None and bool((document_ids > 1).any())
         if position_ids is None:
             position_ids = positions_of(documents)
-        features, teacher = self.observe_base(
+        features, teacher, base_positions = self.observe_base(
             input_ids, attention_mask, position_ids, documents if packed else None, **kwargs
         )
         # Evaluations use the final weights of losses, so that they are comparable.
@@ -173,6 +178,7 @@ class SpecModel(PreTrainedModel):
             num_items=num_items_in_batch,
             seed=self.draw_seed,
             progress=progress,
+            base_positions=base_positions,
         )
         loss, terms = self.head.loss(batch)
         if self.joint is not None:
@@ -181,7 +187,10 @@ class SpecModel(PreTrainedModel):
             of_base = base_loss(self.joint, batch, teacher, self.base, mask)
             loss = of_base + self.joint.weight(progress) * loss
             terms["base"] = of_base.detach()
-        return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
+        ranks, positions = terms.pop("ranks", None), None
+        if not self.training and ranks is not None:
+            positions = tokens_before(batch.supervised, documents)[tokens_left(batch.supervised, documents) > 0]
+        return SpecOutput(loss, ranks, terms.pop("overlaps", None), terms, positions)
 
     def select_supervised(
         self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,
@@ -197,15 +206,23 @@ class SpecModel(PreTrainedModel):
 
     def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Teacher]:
-        """Run the base on a batch: its tapped features (B, T, F), and the teacher with its distribution.
+    ) -> tuple[Tensor, Teacher, BasePositions | None]:
+        """Run the base on a batch: its tapped features (B, T, F), the teacher with its distribution, and the base's
+        positions, if these have several parts.
 
         documents (B, T): document ids of packed rows, else None. TypeError for arguments that would be ignored."""
-        if kwargs:
-            raise TypeError(f"a head learns from tokens alone here: {', '.join(sorted(kwargs))} would be left out")
+        images = image_arguments(self.base, kwargs)
+        if unknown := sorted(set(kwargs) - {*images, TYPES}):
+            raise TypeError(f"a head learns from tokens and images: {', '.join(unknown)} would be left out")
+        if images and (documents is not None or self.joint is not None):
+            raise ValueError(
+                "images go with neither packed rows nor adapters on the base: leave out packing and lora, or the images"
+            )
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
-            return tap_base(self.base, input_ids, mask, position_ids, self.head.layers)
+            features, teacher = tap_base(self.base, input_ids, mask, position_ids, self.head.layers, images)
+        places = row_positions(self.base, input_ids, attention_mask, images) if images else None
+        return features, teacher, places
 
     def note_trained_length(self, length: int | None) -> None:
         """Record that the head was trained on texts of `length` tokens. The maximum is saved with the head."""

@@ -17,7 +17,6 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from specheads.data.batches import Collator
 from specheads.data.datasets import token_counts
 from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
@@ -28,7 +27,7 @@ from specheads.training.errors import is_finished, last_finished
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.plan import autocast_of
 from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_absent_reporters
-from specheads.training.recipe.loading import load_base, load_rows, padding_id
+from specheads.training.recipe.loading import collator_of, load_base, load_rows
 from specheads.training.recipe.recipe import Recipe, RecipeError
 
 MIN_ROWS = 8  # that an evaluation may always have
@@ -38,8 +37,8 @@ MIN_SECONDS = 30.0  # that the parity gate may always take
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
     """Model, rows to train on, held-out rows and collator, with the base in memory."""
     with arguments.main_process_first(desc="reading the data"):
-        train, held_out, tokenizer = load_rows(recipe)
-    return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
+        train, held_out, processing = load_rows(recipe)
+    return build_model(recipe, train), train, held_out, collator_of(processing)
 
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:

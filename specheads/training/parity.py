@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
 
 from specheads.data.batches import Collator
-from specheads.data.rows import IGNORED
+from specheads.data.images import TYPES
+from specheads.data.rows import IGNORED, Row
 from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.generation.warnings import base_length
 from specheads.decoding.planner import chain
-from specheads.decoding.results import AcceptanceCounts
+from specheads.decoding.results import AcceptanceCounts, counts_by_range, range_name
+from specheads.decoding.verify.model_inputs import image_arguments
 from specheads.options import OptionError
 from specheads.terminal import Report, clock_time
 
@@ -61,13 +63,15 @@ class ParityConfig:
 @dataclass(frozen=True)
 class Parity:
     """measured, simulated: tokens per step, by the loop and by training's ranks, over the same `steps` steps; served:
-    tokens per step of the loop with the head's default tree (not with "auto", which may copy)."""
+    tokens per step of the loop with the head's default tree (not with "auto", which may copy). by_range: `measured` by
+    where a range of output positions begins, if the texts reach several."""
 
     measured: float
     simulated: float
     served: float
     steps: int
     tolerance: float
+    by_range: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -86,7 +90,8 @@ class Parity:
             ("training's own forward on the same text", self.simulated),
             ("real decoding, the tree that the head drafts by default", self.served),
         )
-        return [[how, f"{length:.3f}"] for how, length in lengths]
+        ranges = ((f"real decoding, at positions {range_name(at)}", length) for at, length in self.by_range.items())
+        return [[how, f"{length:.3f}"] for how, length in (*lengths, *ranges)]
 
     @property
     def verdict(self) -> str:
@@ -96,7 +101,9 @@ class Parity:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {f"parity_{name}": getattr(self, name) for name in ("measured", "simulated", "served")}
+        lengths = {name: getattr(self, name) for name in ("measured", "simulated", "served")}
+        lengths |= {f"measured_from_{start}": length for start, length in self.by_range.items()}
+        return {f"parity_{name}": length for name, length in lengths.items()}
 
     def refuse(self) -> None:
         """ParityError unless they agree within the tolerance."""
@@ -108,10 +115,10 @@ class Parity:
             )
 
 
-def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[list[int]]:
-    """The prompts of the first tokenized rows: the tokens before the first supervised one, or the first `prompt_tokens`
-    of plain text."""
-    prompts: list[list[int]] = []
+def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[Row]:
+    """The prompts of the first tokenized rows, as rows of input_ids: the tokens before the first supervised one, or the
+    first `prompt_tokens` of plain text; with their images. Rows with images further on are left out."""
+    prompts: list[Row] = []
     for row in rows:
         if len(prompts) == config.prompts:
             break
@@ -121,8 +128,12 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
             ids, labels = ids[: list(documents).count(documents[0])], labels[: list(documents).count(documents[0])]
         first = next(i for i, label in enumerate([*labels, 0]) if label != IGNORED)
         prompt = ids[: first if first > 2 else config.prompt_tokens]  # plain text may begin with a bos of its own
+        types = list(row.get(TYPES) or ())
+        if any(types[len(prompt) :]):
+            continue
         if prompt:
-            prompts.append(prompt)
+            images = {"images": row["images"], TYPES: types[: len(prompt)]} if any(types) else {}
+            prompts.append({"input_ids": prompt, **images})
     return prompts
 
 
@@ -134,29 +145,34 @@ def _simulate_steps(runs: list[int]) -> Iterator[int]:
         position += 1 + runs[position]
 
 
-def decode_counted(model: SpecModel, prompt: list[int], **options: Any) -> tuple[AcceptanceCounts, list[int]]:
-    """What the steps after the prefill accepted, and the text with its prompt. options: generate()'s."""
+def decode_counted(
+    model: SpecModel, prompt: list[int], **options: Any
+) -> tuple[AcceptanceCounts, list[int], list[int]]:
+    """What the steps after the prefill accepted, the text with its prompt, and the tokens of each step, the prefill's
+    first. options: generate()'s."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
     assert isinstance(out, SpecGenerateOutput) and out.steps is not None
-    return AcceptanceCounts.of(out.steps[1:]), out.sequences[0].tolist()
+    return AcceptanceCounts.of(out.steps[1:]), out.sequences[0].tolist(), [len(step.tokens[0]) for step in out.steps]
 
 
 @torch.no_grad()
 def compare(
-    model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Report | None = None,
-    seconds: float = math.inf,
+    model: SpecModel, prompts: list[Row], config: ParityConfig, report: Report | None = None,
+    seconds: float = math.inf, processor: Any = None,
 ) -> Parity | None:  # fmt: skip
     """Decode each prompt and score the resulting text; None if each was a single token, which takes no step.
 
-    seconds: no further prompt is begun after so many. A prompt that leaves no room for the new tokens in the base's
-    context is cut to its first tokens. The model is left in the mode it was in.
+    seconds: no further prompt is begun after so many. processor: the base's, for prompts with images. A prompt that
+    leaves no room for the new tokens in the base's context is cut to its first tokens, or left out if it has images.
+    The model is left in the mode it was in.
     """
     began = time.monotonic()
     was_training = model.training
     model.eval()
     depths = model.head.scored_depths
     decoded = scored = served = AcceptanceCounts()
+    texts: list[list[int]] = []
     new_tokens, room = config.max_new_tokens, None
     if (length := base_length(model.base)) is not None:
         new_tokens = min(new_tokens, length - 1)
@@ -167,17 +183,22 @@ def compare(
         eos_token_id=config_before.eos_token_id, pad_token_id=config_before.pad_token_id
     )
     try:
-        for done, whole in enumerate(prompts, start=1):
-            prompt = whole[:room]
-            counts, text = decode_counted(model, prompt, tree=chain(depths), max_new_tokens=new_tokens)
+        collator = Collator(0, processor=processor)
+        prompts = [row for row in prompts if not row.get("images") or room is None or len(row["input_ids"]) <= room]
+        for done, row in enumerate(prompts, start=1):
+            prompt = row["input_ids"][:room]
+            asked = collator([{**row, "input_ids": prompt, "labels": prompt}])
+            options = {"max_new_tokens": new_tokens, **image_arguments(model.base, asked)}
+            counts, text, gains = decode_counted(model, prompt, tree=chain(depths), **options)
             labels = [*[IGNORED] * len(prompt), *text[len(prompt) :]]
-            batch = Collator(0)([{"input_ids": text, "labels": labels}])
+            batch = collator([{**row, "input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
                 runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # right tokens of the draft from each position
                 decoded += counts
+                texts.append(gains)
                 scored += AcceptanceCounts.count(_simulate_steps(runs))
-                served += decode_counted(model, prompt, draft="head", max_new_tokens=new_tokens)[0]
+                served += decode_counted(model, prompt, draft="head", **options)[0]
             spent = time.monotonic() - began
             last = done == len(prompts) or spent >= seconds
             if report:
@@ -191,4 +212,6 @@ def compare(
     if not decoded.steps or not scored.steps:
         return None
     measured, simulated, default = (counts.tokens_per_step for counts in (decoded, scored, served))
-    return Parity(measured, simulated, default, decoded.steps, config.tolerance)
+    ranges = {start: counted.tokens_per_step for start, counted in counts_by_range(texts).items()}
+    by_range = ranges if len(ranges) > 1 else {}
+    return Parity(measured, simulated, default, decoded.steps, config.tolerance, by_range)

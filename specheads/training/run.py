@@ -228,7 +228,8 @@ class Run:
             if not trainer.args.disable_tqdm:
                 bar = terminal.progress(terminal.make_console(stderr=True), "parity gate")
                 report = stack.enter_context(bar)
-            parity = compare(model, prompts_of(rows, config), config, report, seconds)
+            processor = getattr(trainer.data_collator, "processor", None)
+            parity = compare(model, prompts_of(rows, config), config, report, seconds, processor)
         if parity is None:
             _log.warning("parity: not compared, because the base answered every prompt with a single token")
         return parity

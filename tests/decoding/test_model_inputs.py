@@ -3,126 +3,17 @@
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 import specheads
 from specheads import DraftModel, DynamicTree, PromptLookup, UnsupportedModel, convert
-from tests.support.families import DELTA, FAMILIES, RECURRENT, build
-from tests.support.prompts import PAD, V, padded
+from tests.support.families import FAMILIES, RECURRENT, build
+from tests.support.prompts import V, padded
 from tests.support.tiny_models import tiny_llama
+from tests.support.vision import IMAGE, VISION, llava
 
-TEXT = {
-    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5, "max_position_embeddings": 256,
-    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD,
-}  # fmt: skip
-TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-IMAGE = 90
 OPTIONS = {"do_sample": False, "max_new_tokens": 16}
-
-
-def vision_model(name, text, vision, **options):
-    """A random model of that name and its prompts: two rows of an image and some text."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **options)
-    config.image_token_id = IMAGE
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # some towers and projections start too small to be seen
-            parameter.copy_(torch.randn(parameter.shape) * 0.3)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
-    return model
-
-
-def llava():
-    vision = transformers.CLIPVisionConfig(**TOWER, image_size=16, patch_size=8, projection_dim=16)
-    model = vision_model("Llava", LlamaConfig(**TEXT), vision, image_token_index=IMAGE)
-    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}, [[IMAGE] * 4 + [5, 6, 7], [IMAGE] * 4 + [8]]
-
-
-def qwen(name, text=None, **vision):
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    sizes = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    model = vision_model(
-        name, {**TEXT, "rope_parameters": rope, **(text or {})}, {**sizes, **vision}, image_token_id=IMAGE,
-        video_token_id=93, vision_start_token_id=91, vision_end_token_id=92,
-    )  # fmt: skip
-    grid = torch.tensor([[1, 4, 6], [1, 4, 4]])
-    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
-    prompts = [[91] + [IMAGE] * 6 + [92, 5, 6, 7], [91] + [IMAGE] * 4 + [92, 8]]
-    return model, {"pixel_values": pixels, "image_grid_thw": grid}, prompts
-
-
-def gemma3():
-    text = transformers.Gemma3TextConfig(
-        **{**TEXT, "num_hidden_layers": 6}, sliding_window=8, tie_word_embeddings=False
-    )
-    vision = transformers.SiglipVisionConfig(**TOWER, image_size=16, patch_size=4)
-    indices = {"image_token_index": IMAGE, "boi_token_index": 91, "eoi_token_index": 92}
-    model = vision_model("Gemma3", text, vision, mm_tokens_per_image=4, **indices)
-    prompts = [[91] + [IMAGE] * 4 + [92, 5, 6, 7], [91] + [IMAGE] * 4 + [92, 8]]
-    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}, prompts
-
-
-def paligemma():
-    text = transformers.GemmaConfig(**TEXT, tie_word_embeddings=False)
-    vision = transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4, projection_dim=32)
-    model = vision_model("PaliGemma", text, vision, image_token_index=IMAGE, projection_dim=32, hidden_size=32)
-    return model, {"pixel_values": torch.randn(2, 3, 8, 8)}, [[IMAGE] * 4 + [5, 6, 7], [IMAGE] * 4 + [8]]
-
-
-def mistral3():
-    vision = transformers.PixtralVisionConfig(**TOWER, head_dim=8, image_size=16, patch_size=4)
-    model = vision_model(
-        "Mistral3", transformers.MistralConfig(**TEXT), vision, image_token_index=IMAGE, spatial_merge_size=2
-    )
-    images = {"pixel_values": torch.randn(2, 3, 16, 16), "image_sizes": torch.tensor([[16, 16], [16, 16]])}
-    return model, images, [[IMAGE] * 4 + [5, 6, 7], [IMAGE] * 4 + [8]]
-
-
-def gemma4():
-    text = transformers.Gemma4TextConfig(
-        **{**TEXT, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
-        sliding_window=8, tie_word_embeddings=False, global_head_dim=16, num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=V,
-    )  # fmt: skip
-    vision = transformers.Gemma4VisionConfig(
-        **TOWER, num_key_value_heads=2, head_dim=8, patch_size=4, position_embedding_size=64, pooling_kernel_size=2
-    )
-    model = vision_model(
-        "Gemma4", text, vision, boi_token_id=91, eoi_token_id=92, vision_soft_tokens_per_image=4, audio_config=None
-    )
-    patches = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
-    images = {"pixel_values": torch.randn(2, 16, 48), "image_position_ids": patches.repeat(2, 1, 1)}
-    return model, images, [[91] + [IMAGE] * 4 + [92, 5, 6, 7], [91] + [IMAGE] * 4 + [92, 8]]
-
-
-NEWER_QWEN = {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 64}
-QWEN35 = {
-    "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], **DELTA,
-    "rope_parameters": {
-        "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-    },
-}  # fmt: skip
-VISION = {
-    "Llava": llava,
-    "Qwen2-VL": lambda: qwen("Qwen2VL", embed_dim=16, hidden_size=32),
-    "Qwen2.5-VL": lambda: qwen(
-        "Qwen2_5_VL",
-        hidden_size=16,
-        out_hidden_size=32,
-        intermediate_size=24,
-        fullatt_block_indexes=[0],
-        window_size=16,
-    ),
-    "Qwen3-VL": lambda: qwen("Qwen3VL", **NEWER_QWEN, deepstack_visual_indexes=[0, 1]),
-    "Qwen3.5": lambda: qwen("Qwen3_5", QWEN35, **NEWER_QWEN),
-    "Gemma-3": gemma3,
-    "Gemma-4": gemma4,
-    "Mistral-3": mistral3,
-    "PaliGemma": paligemma,
-}
 
 
 @pytest.mark.sampled(2)

@@ -5,9 +5,13 @@ import itertools
 import pytest
 import torch
 
+from specheads.data.batches import Collator
 from specheads.decoding.planner import StaticTree, chain
+from specheads.decoding.results import RANGES, counts_by_range, range_name
+from specheads.losses import metrics
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter, accepted_length, depths_reached
 from specheads.losses.targets import ENDED
+from tests.reference.slow_heads import rows, spec_model
 
 
 def random_ranks(positions=200, depths=4, seed=0):
@@ -159,3 +163,36 @@ def test_ranks_that_cannot_be_counted_say_why():
     meter.add(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="2 depths cannot be added to ranks of 3"):
         meter.add(torch.zeros(2, 2))
+
+
+def test_accepted_length_by_output_position_is_that_of_the_starts_of_each_range(monkeypatch):
+    """By brute force over rows with several answers; decoding's steps are counted by the same ranges."""
+    monkeypatch.setattr(metrics, "RANGES", (0, 3, 6, 12))
+    data = rows(17, 14)
+    data[0]["labels"] = [-100, -100, *data[0]["input_ids"][2:11], -100, -100, *data[0]["input_ids"][13:]]
+    model = spec_model("medusa").eval()
+    with torch.no_grad():
+        out = model(**Collator(0)(data))
+    meter, found = AcceptanceMeter(), {}
+    guesses = torch.randint(0, 2, out.ranks.shape, generator=torch.Generator().manual_seed(0))
+    right = torch.where(out.ranks == ENDED, ENDED, guesses)  # of a head that has learnt something
+    meter.add(right, positions=out.positions)
+    starts = iter(zip(right.tolist(), out.positions.tolist(), strict=True))
+    for row in data:
+        before = 0
+        for t in range(len(row["labels"]) - 1):
+            before = before + 1 if row["labels"][t + 1] != -100 else 0
+            if before and t + 2 < len(row["labels"]) and row["labels"][t + 2] != -100:
+                ranks, position = next(starts)
+                assert position == before
+                run = next((s for s, rank in enumerate(ranks) if rank != 0), len(ranks))
+                found.setdefault(max(at for at in (0, 3, 6, 12) if at <= before), []).append(1 + run)
+    assert next(starts, None) is None and len(found) == 3
+    computed = {name: value for name, value in meter.compute().items() if name.startswith("accepted_length_from_")}
+    assert computed == pytest.approx({f"accepted_length_from_{at}": sum(n) / len(n) for at, n in found.items()})
+    counted = counts_by_range([[1, 2, 1, 3, 4], [1, 1]], (0, 3, 6, 12))
+    assert {at: (one.steps, one.tokens) for at, one in counted.items()} == {0: (2, 3), 3: (2, 4), 6: (1, 4)}
+    alone = AcceptanceMeter()
+    alone.add(out.ranks[:1], positions=out.positions[:1])
+    assert not any("from" in name for name in alone.compute()), "a single range is the accepted length itself"
+    assert [range_name(at) for at in RANGES] == ["0–1k", "1–4k", "4–16k", "16k+"]

@@ -28,6 +28,7 @@ def run(named, tmp_path):
     trained(named, "eagle3", draft_vocab_size=40).save_pretrained(folder)
     last = {"eval_accepted_length": 3.281, "parity_measured": 3.27, "eval_accuracy_depth_1": 0.741}
     last |= {"eval_accuracy_depth_2": 0.55, "eval_conditional_accuracy_depth_2": 0.74}
+    last |= {"eval_accepted_length_from_0": 3.4, "eval_accepted_length_from_16384": 1.25}
     history = [{"step": 10 * i, "eval_accepted_length": 1 + i / 10, "eval_loss": 5 - i / 10} for i in range(23)]
     (folder / "results.json").write_text(json.dumps(last))
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 9.0, "step": 1}, *history]}))
@@ -44,7 +45,8 @@ def test_the_card_says_what_the_run_did(run):
     assert front["base_model"] == "org/base" and front["license"] == "apache-2.0" and "eagle3" in front["tags"]
     assert 'from_pretrained("someone/head")' in text and "# EAGLE-3 draft head for org/base" in text
     assert "**3.28**" in text and "3.27" in text and "| 1 | 0.741 |  |" in text and "| 2 | 0.550 | 0.740 |" in text
-    assert "| 0 | 1.00 | 5 |" in text and "| 220 | 3.20 | 2.8 |" in text and text.count("\n| ") == 1 + 2 + 1 + 8
+    assert "| 0 | 1.00 | 5 |" in text and "| 220 | 3.20 | 2.8 |" in text and text.count("\n| ") == 1 + 2 + 1 + 8 + 3
+    assert "| 0–1k | 3.40 |\n| 16k+ | 1.25 |" in text
     assert "(curves.png)" in text and "org/rows" in text and "chats.jsonl" in text and "learning_rate: 0.0001" in text
     assert "specheads export someone/head served --to vllm" in text and "--to medusa" not in text
     assert "/home" not in text and "output_dir" not in text

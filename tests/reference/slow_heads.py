@@ -59,7 +59,7 @@ def spec_model(kind, base=None, **options):
     model = convert(base, kind, dtype=base.dtype, **{**DEFAULTS[kind], **options})
     torch.manual_seed(1)
     if model.head.target_ids is not None:
-        model.head.set_draft_vocabulary(torch.randint(0, 100, (97,)), base)
+        model.head.set_draft_vocabulary(torch.randint(0, 100, (len(model.head.t2d),)), base)
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -92,10 +92,10 @@ def rms_norm(x, weight, eps=1e-6):
 
 @functools.cache
 def rotation(size, position, theta):
-    """(size, size) the matrix that turns each plane (j, j + size/2) by its angle at this position."""
+    """(size, size) the matrix that turns each plane (j, j + size/2) by its angle at this position, or its own."""
     matrix = torch.zeros(size, size, dtype=torch.float64)
     for j in range(size // 2):
-        angle, k = position * theta ** (-2 * j / size), j + size // 2
+        angle, k = (position[j] if isinstance(position, tuple) else position) * theta ** (-2 * j / size), j + size // 2
         matrix[j, j] = matrix[k, k] = math.cos(angle)
         matrix[k, j], matrix[j, k] = math.sin(angle), -math.sin(angle)
     return matrix
@@ -233,7 +233,8 @@ def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambd
                     token, hidden = masked[0], first(masked[1])
                 entered.append(following(embedded[token], hidden))
                 positions.append(i + s)
-            outputs[i, s] = stack_output(model.head, [x for x, _ in entered], [r for _, r in entered], positions)
+            places = [model.place(at) for at in positions] if hasattr(model, "place") else positions
+            outputs[i, s] = stack_output(model.head, [x for x, _ in entered], [r for _, r in entered], places)
     return outputs
 
 

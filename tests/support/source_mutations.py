@@ -729,4 +729,16 @@ MUTATIONS = (
       "0 if self.count_prompt else start", "0", "audit/test_checks.py", "penalties_count"),
     M("log-probabilities without a bound", "audit.logprobs:LogprobWatch.add",
       "> margin + PRINTED", "> margin + 99", "audit/test_checks.py", "definition_that_fits"),
+    # --- images ---
+    M("an image cut at the limit of a row", "data.images:cut_run",
+      "first < stop and last > start", "False", "data/test_images.py", "long_row"),
+    M("images supervised", "data.rows:_with_images",
+      "IGNORED if kind else label for", "label for", "data/test_images.py", "rows_of_tokens"),
+    M("drafts after an image at the count of tokens", "decoding.verify.causal:Target.prefill",
+      "self.base_positions = inputs.base_positions(lengths)", "self.base_positions = None", "training/test_images.py",
+      "after_an_image"),
+    M("saved features without the base's positions", "training.features.training:FeatureModel.observe_base",
+      "teacher, places", "teacher, None", "training/test_images.py", "saved_features"),
+    M("answers by output position, of the range before", "losses.metrics:AcceptanceMeter.add",
+      "right=True", "right=False", METRICS, "output_position"),
 )  # fmt: skip

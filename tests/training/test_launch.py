@@ -13,6 +13,7 @@ from specheads.models.spec_model import SpecModel
 from specheads.training.build import training_arguments, unsharded
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
+from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
@@ -273,3 +274,16 @@ def test_models_are_loaded_whole_where_zero3_is_configured():
         assert deepspeed.is_deepspeed_zero3_enabled()
     finally:
         deepspeed.unset_hf_deepspeed_config()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cp", "context"), ("sp", "sequence")])
+def test_a_launcher_that_divides_rows_between_processes_is_refused_with_the_reason(name, kind, tmp_path, monkeypatch):
+    asked = f"{name}_size=2: {kind} parallelism gives each process a part of a row"
+    plain = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    with pytest.raises(ValueError, match=asked):
+        SpecTrainingArguments(**plain, parallelism_config=SimpleNamespace(**{f"{name}_size": 2}))
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "2")
+    with pytest.raises(ValueError, match=asked):
+        SpecTrainingArguments(**plain)
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
+    SpecTrainingArguments(**plain)

@@ -165,7 +165,7 @@ def test_a_training_pass_is_observed_and_stays_as_it_is(taps):
     base, batch = policy_of(model), padded(TEXTS)
     labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
     plain = base(**batch, labels=labels)
-    features, _ = model.observe_base(batch["input_ids"], batch["attention_mask"],
+    features, *_ = model.observe_base(batch["input_ids"], batch["attention_mask"],
                                      (batch["attention_mask"].cumsum(1) - 1).clamp_min(0), None)  # fmt: skip
     updater = HeadUpdater(model.head, base)
     observed = Observed(updater)

@@ -23,13 +23,20 @@ from tests.support.training_runs import forked, overrides
 from train import heads
 
 
+def rows(*prompts):
+    return [{"input_ids": prompt} for prompt in prompts]
+
+
+ROWS = rows(*PROMPTS)
+
+
 @pytest.mark.parametrize(
     ("kind", "options"), [*((kind, {}) for kind in KINDS), ("parallel", {"sample_from_anchor": False, "block_size": 4})]
 )
 @pytest.mark.sampled(4)
 def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fails(kind, options):
     model, config = learnt(kind, **options), ParityConfig(max_new_tokens=40)
-    parity = compare(model, PROMPTS, config)
+    parity = compare(model, ROWS, config)
     assert parity.measured == parity.simulated > 1.15, parity
     assert parity.holds and model.training
     parity.refuse()
@@ -38,7 +45,7 @@ def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fa
     model.head.propose = lambda context, *rest: propose(
         type(context)(**{**{n: getattr(context, n) for n in context.__slots__}, "features": -context.features}), *rest
     )
-    worse = compare(model, PROMPTS, config)
+    worse = compare(model, ROWS, config)
     assert worse.measured < worse.simulated and not worse.holds
     with pytest.raises(ParityError, match=f"{worse.measured:.3f} in decoding, {worse.simulated:.3f} by training"):
         worse.refuse()
@@ -47,7 +54,7 @@ def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fa
 def test_a_base_with_a_penalty_of_its_own_is_decoded_without_it():
     model = learnt("medusa")
     model.base.generation_config.repetition_penalty = 1.8
-    parity = compare(model, PROMPTS, ParityConfig(max_new_tokens=40))
+    parity = compare(model, ROWS, ParityConfig(max_new_tokens=40))
     assert parity.measured == parity.simulated > 1.15
     assert model.base.generation_config.repetition_penalty == 1.8
 
@@ -55,10 +62,10 @@ def test_a_base_with_a_penalty_of_its_own_is_decoded_without_it():
 def test_what_the_tree_to_be_served_accepts_is_told_too():
     model, config = learnt("medusa"), ParityConfig(max_new_tokens=40)
     model.set_default_tree(chain(model.head.scored_depths).choices)
-    one = compare(model, PROMPTS, config)
+    one = compare(model, ROWS, config)
     assert one.served == one.measured
     model.set_default_tree(((0,), (1,)))
-    short = compare(model, PROMPTS, config)
+    short = compare(model, ROWS, config)
     assert short.measured == one.measured > 2 >= short.served > 1.5
     assert short.metrics["parity_served"] == short.served and f"; {short.served:.3f} with the tree" in str(short)
 
@@ -66,10 +73,10 @@ def test_what_the_tree_to_be_served_accepts_is_told_too():
 def test_no_prompt_is_begun_after_the_time_it_may_take_and_progress_has_the_time_left():
     model, config, shown = learnt("medusa"), ParityConfig(max_new_tokens=12), []
     assert len(PROMPTS) > 1
-    bounded = compare(model, PROMPTS, config, lambda share, note: shown.append((share, note)), 0.0)
-    assert bounded.steps == compare(model, PROMPTS[:1], config).steps and shown == [(1.0, "1 prompts, 0:00 left")]
+    bounded = compare(model, ROWS, config, lambda share, note: shown.append((share, note)), 0.0)
+    assert bounded.steps == compare(model, ROWS[:1], config).steps and shown == [(1.0, "1 prompts, 0:00 left")]
     shown.clear()
-    compare(model, PROMPTS, config, lambda share, note: shown.append((share, note)))
+    compare(model, ROWS, config, lambda share, note: shown.append((share, note)))
     assert [share for share, _ in shown] == [(i + 1) / len(PROMPTS) for i in range(len(PROMPTS))]
 
 
@@ -80,8 +87,8 @@ def test_prompts_are_what_comes_before_the_first_supervised_token():
         "input_ids": [1, 2, 3, 9, 9], "labels": [-100, -100, 3, -100, 9], "document_ids": [1, 1, 1, 2, 2],
     }  # fmt: skip
     config = ParityConfig(prompts=3, prompt_tokens=4)
-    assert prompts_of([chat, text, chat, packed], config) == [[1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
-    assert prompts_of([packed], config) == [[1, 2, 3]]
+    assert prompts_of([chat, text, chat, packed], config) == rows([1, 2, 3], [0, 1, 2, 3], [1, 2, 3])
+    assert prompts_of([packed], config) == rows([1, 2, 3])
 
 
 def test_a_later_part_of_a_long_text_that_begins_with_a_bos_of_its_own_is_plain_text():
@@ -89,7 +96,10 @@ def test_a_later_part_of_a_long_text_that_begins_with_a_bos_of_its_own_is_plain_
     tokenizer = build_tokenizer()
     row = {"input_ids": [tokenizer.bos_token_id, *range(5, 25)], "labels": [-100, *range(5, 25)]}
     parts = chunk(row, 11, tokenizer)
-    assert parts[1]["labels"][:2] == [-100, -100] and [len(ids) for ids in prompts_of(parts, config)] == [4, 4]
+    assert parts[1]["labels"][:2] == [-100, -100] and [len(one["input_ids"]) for one in prompts_of(parts, config)] == [
+        4,
+        4,
+    ]
 
 
 def test_a_text_shorter_than_a_draft_is_compared_to_its_end_and_a_single_token_gives_nothing():
@@ -98,10 +108,10 @@ def test_a_text_shorter_than_a_draft_is_compared_to_its_end_and_a_single_token_g
     first, _, last = model.generate(torch.tensor([[5, 6]]), tree=chain(7), **asked)[0, 2:].tolist()
     for ends, steps in ((None, 7), (last, 2)):
         model.generation_config.eos_token_id = ends
-        parity = compare(model, [[5, 6]], ParityConfig(max_new_tokens=8))
+        parity = compare(model, rows([5, 6]), ParityConfig(max_new_tokens=8))
         assert parity.holds and parity.steps <= steps
     model.generation_config.eos_token_id = first
-    assert compare(model, [[5, 6]], ParityConfig(max_new_tokens=8)) is None
+    assert compare(model, rows([5, 6]), ParityConfig(max_new_tokens=8)) is None
     assert compare(model, [], ParityConfig()) is None
 
 
@@ -109,7 +119,7 @@ def test_a_text_shorter_than_a_draft_is_compared_to_its_end_and_a_single_token_g
 def test_a_prompt_too_long_for_the_bases_positions_is_cut(length):
     model = convert(build("GPT2Config", {"n_positions": length, "max_position_embeddings": length}), "medusa")
     model.generation_config.eos_token_id = None
-    parity = compare(model, [list(range(5, 65)), list(range(5, 40))], ParityConfig(max_new_tokens=24))
+    parity = compare(model, rows(list(range(5, 65)), list(range(5, 40))), ParityConfig(max_new_tokens=24))
     assert parity is not None and parity.steps > 1 and parity.holds
 
 

@@ -6,7 +6,6 @@ A Round is one prompt batch through all decoders: {"prompts": name of the set, "
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -14,7 +13,7 @@ from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
 from specheads.bench.runner import Race, TimedRun, first_difference
-from specheads.decoding.results import POSITIONS, AcceptanceCounts
+from specheads.decoding.results import POSITIONS, AcceptanceCounts, counts_by_range
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
@@ -141,21 +140,17 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     gains: list[int] = []
     drafts: list[int] = []
     by_category: dict[str, list[int]] = {}
-    by_position: dict[int, list[int]] = {}
+    rows: list[list[int]] = []
     counts = [(s["gained"], s["rows_stepped"]) for s in (r["decoders"][name] for r in rounds) if "gained" in s]
     for round_ in rounds:
         of_rows = round_["decoders"][name]["gains"]
         drafted = round_["decoders"][name].get("accepted") or [[gained - 1 for gained in row] for row in of_rows]
         drafts += [count for row in drafted for count in row[1:]]
         for row, category in zip(of_rows, round_["categories"], strict=False):
-            position = 0
-            for number, gained in enumerate(row):
-                if number:
-                    gains.append(gained)
-                    by_position.setdefault(POSITIONS[bisect_right(POSITIONS, position) - 1], []).append(gained)
-                    if category:
-                        by_category.setdefault(category, []).append(gained)
-                position += gained
+            rows.append(row)
+            gains += row[1:]
+            if category:
+                by_category.setdefault(category, []).extend(row[1:])
     if not gains:
         total, steps = sum(n for n, _ in counts), sum(n for _, n in counts)
         return {
@@ -171,7 +166,7 @@ def accepted(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         "accepted_drafts": sum(counted.by_depth),
         "accepted_by_depth": counted.shares,
         "accepted_by_category": {category: _mean(values) for category, values in sorted(by_category.items())} or None,
-        "accepted_by_position": {str(start): _mean(values) for start, values in sorted(by_position.items())},
+        "accepted_by_position": {str(at): c.tokens_per_step for at, c in counts_by_range(rows, POSITIONS).items()},
         "accepted_nodes": {path: count / len(gains) for path, count in nodes.most_common()} or None,
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from specheads.data.images import tokenizer_of
 from specheads.data.rows import IGNORED
 from specheads.terminal import has_colors, make_console, printable
 from specheads.training.recipe.loading import load_rows
@@ -26,8 +27,8 @@ def show(recipe: Path, overrides: Sequence[str], count: int) -> None:
     wanted = read_recipe(recipe, overrides)
     if wanted.features or wanted.data is None:
         raise RecipeError(f"features={wanted.features!r}: saved features have no text to show; leave them out")
-    rows, _, tokenizer = load_rows(replace(wanted, data=replace(wanted.data, packing=False)))
-    console = make_console()
+    rows, _, processing = load_rows(replace(wanted, data=replace(wanted.data, packing=False)))
+    console, tokenizer = make_console(), tokenizer_of(processing)
     chosen = sorted(random.Random(wanted.data.seed).sample(range(len(rows)), min(count, len(rows))))
     for index in chosen:
         print_row(console, index + 1, rows[index], tokenizer)

@@ -107,6 +107,7 @@ class Target(Verifier):
             self.limit, self._last_position = columns + room, (lengths + rooms - 2).unsqueeze(1)
         self._refuse_slot_scaling()
         self.offset, self.prompt_lengths = inputs.offset(lengths), lengths
+        self.base_positions = inputs.base_positions(lengths)
         ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
         self.switch = rope_switch(self.base, self.config, columns + ahead, max(columns, inputs.columns) + ahead)
         if self.switch and self.switch.rereads and room > self.switch.room and (inputs.prompt or ahead):

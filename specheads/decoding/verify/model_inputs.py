@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from transformers.generation import utils as hf_generation
 from transformers.masking_utils import create_causal_mask
 
+from specheads.data.images import PER_TOKEN as IMAGE_TYPES
+from specheads.data.images import TYPES
+
 # transformers: `cache` since 5.24, `past_key_values` before. Code shipped with a checkpoint may use either.
 CACHE_NAMES = ("past_key_values", "cache")
 if "cache" in inspect.signature(create_causal_mask).parameters:
@@ -91,6 +94,21 @@ class Prefix:
 
 
 @dataclass(frozen=True)
+class BasePositions:
+    """Positions of several parts, as a base counts them beside images. table (A, B, T): of the prompts or rows, packed
+    left, of lengths (B,); they go on by one after it."""
+
+    table: Tensor
+    lengths: Tensor
+
+    def at(self, index: Tensor) -> Tensor:
+        """How many tokens come before (B, P) → the base's positions (A, B, P)."""
+        axes, last = len(self.table), (self.lengths - 1).unsqueeze(1)
+        inside = torch.minimum(index, last)
+        return self.table.gather(-1, inside.expand(axes, *index.shape)) + (index - inside)
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """prompt: further arguments of forward() for the pass over the prompts; those with a value per token packed left.
 
@@ -111,6 +129,13 @@ class ModelInputs:
     def is_text(self) -> bool:
         """Are the prompts ids alone, counted from 0 and read whole?"""
         return not self.prompt and self.positions is None and self.prefix is None
+
+    def base_positions(self, lengths: Tensor) -> BasePositions | None:
+        """Positions of three parts; None if they have one. Of four, as transformers gives some models, the first is for
+        masks."""
+        if self.positions is None or self.positions.dim() < 3:
+            return None
+        return BasePositions(self.positions[-3:], lengths)
 
     def offset(self, lengths: Tensor) -> Tensor | None:
         """(B, 1) or (A, B, 1): the position of a token after the prompt, minus the number of tokens before it."""
@@ -148,6 +173,38 @@ def model_inputs(
     if positions is not None and bool((positions == torch.arange(positions.shape[-1], device=ids.device)).all()):
         positions = None
     return ModelInputs({**prepared, **packed}, positions, packed.get("token_type_ids"), ids.shape[1])
+
+
+def image_arguments(base: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A collated batch's tensors of images as arguments of forward() and generate(); {} for a batch of text.
+
+    What each token is goes under the name that the model has for it, and pixels in the model's dtype. TypeError for
+    a model that reads no images."""
+    given = {name: value for name, value in batch.items() if name in _PROMPT_ONLY and value is not None}
+    if not given:
+        return {}
+    names, device = forward_arguments(base), input_device(base)
+    if "pixel_values" not in names:
+        raise TypeError(f"{type(base).__name__} reads text alone: {', '.join(sorted(given))} would be left out")
+    given |= {name: batch[TYPES] for name in IMAGE_TYPES if name in names and batch.get(TYPES) is not None}
+    floats = {name: t.to(base.dtype) for name, t in given.items() if t.is_floating_point()}
+    return {name: t.to(device) for name, t in (given | floats).items()}
+
+
+def has_position_parts(base: PreTrainedModel) -> bool:
+    """Does the base count time, height and width beside images (mrope)?"""
+    rope = getattr(base.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return bool(rope.get("mrope_section"))
+
+
+def row_positions(base: PreTrainedModel, ids: Tensor, mask: Tensor, images: Mapping[str, Any]) -> BasePositions | None:
+    """The positions of rows with images, padded on the right, as generate() has the base count them; None if they have
+    one part."""
+    if not has_position_parts(base):
+        return None
+    prepare: Any = base._prepare_position_ids_for_generation
+    positions = prepare(ids, {"attention_mask": mask, **images})
+    return ModelInputs(positions=positions).base_positions(mask.sum(1))
 
 
 def refuse_arguments(base: PreTrainedModel, names: list[str]) -> None:

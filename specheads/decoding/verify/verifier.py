@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.verify.hf_base import UnsupportedModel
-from specheads.decoding.verify.model_inputs import ModelInputs
+from specheads.decoding.verify.model_inputs import BasePositions, ModelInputs
 from specheads.decoding.verify.rope_switch import RopeSwitch
 
 
@@ -44,6 +44,7 @@ class Verifier(Protocol):
     modules: those its passes run, whose products may be our own (kernels/).
     kept (B,): set by `prefill` if it read only what follows so many tokens of each prompt, whose features it does not
       give; else None.
+    base_positions: set by `prefill` for prompts whose positions have several parts, else None.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Verifier(Protocol):
     switch: RopeSwitch | None = None
     modules: tuple[nn.Module, ...] = ()
     kept: Tensor | None = None
+    base_positions: BasePositions | None = None
 
     @property
     def vocab_size(self) -> int: ...

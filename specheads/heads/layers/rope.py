@@ -7,7 +7,7 @@ Shapes: B batch rows, T positions, d head size, r rotated width of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specheads.decoding.verify.model_inputs import BasePositions
 from specheads.heads.limits import MAX_POSITIONS
 from specheads.options import refuse_unknown, shown
 
@@ -178,13 +179,47 @@ def refuse_overflow(head_dim: int | None, parameters: Mapping[str, Any]) -> None
         raise ValueError(f"{shown(dict(parameters))} gives frequencies that are not finite")
 
 
-class RotaryTable(nn.Module):
-    """cos and sin of every position, computed once and grown for longer texts."""
+MROPE_AXES = 3  # of a position beside images: time, height and width
 
-    def __init__(self, head_dim: int, rope: Mapping[str, Any]) -> None:
+
+def mrope_of(base_config: Any, head_dim: int) -> tuple[int, ...] | None:
+    """The axis, of MROPE_AXES, that turns each of head_dim / 2 frequencies of a base with positions of several parts;
+    None if it has none, or turns another number of them. Sections in a row, as Qwen2-VL's, or interleaved, as
+    Qwen3-VL's."""
+    found = getattr(base_config, "rope_parameters", None) or {}
+    sections = found.get("mrope_section")
+    if not sections or len(sections) != MROPE_AXES or sum(sections) != head_dim // 2:
+        return None
+    interleaved = found.get("mrope_interleaved")
+    if interleaved is None:  # a base that always interleaves need not say so
+        interleaved = getattr(base_config, "model_type", "").startswith(INTERLEAVED)
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * (head_dim // 2)
+    for axis in range(1, MROPE_AXES):
+        for k in range(axis, min(MROPE_AXES * sections[axis], len(axes)), MROPE_AXES):
+            axes[k] = axis
+    return tuple(axes)
+
+
+INTERLEAVED = ("qwen3_vl", "qwen3_5", "qwen3_omni")
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position, computed once and grown for longer texts. axes: see `mrope_of`."""
+
+    def __init__(self, head_dim: int, rope: Mapping[str, Any], axes: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.head_dim, self.rope = head_dim, rope
+        self.head_dim, self.rope, self.axes = head_dim, rope, axes
         self._table: Tensor | None = None
+
+    def place(self, position: Tensor, base: BasePositions | None) -> Tensor:
+        """Tokens before each token (B, T) → what to rotate by: the same, or the base's positions (A, B, T) if the head
+        rotates by their parts."""
+        if self.axes is None or base is None:
+            return position
+        assert self._table is not None
+        return base.at(position).clamp(max=self._table.shape[1] - 1)
 
     def ensure(self, positions: int, like: Tensor) -> None:
         table = self._table
@@ -200,9 +235,15 @@ class RotaryTable(nn.Module):
         return (torch.stack([both.cos(), both.sin()]) * factor).to(like.dtype)
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) positions → cos and sin (B, 1, T, r). Call `ensure` first."""
+        """(B, T) positions, or (A, B, T) from `place` → cos and sin (B, 1, T, r). Call `ensure` first."""
         assert self._table is not None
-        cos, sin = self._table[:, position].unsqueeze(2)
+        both = self._table[:, position]
+        if position.dim() == 3:
+            assert self.axes is not None
+            axis = torch.tensor([*self.axes, *self.axes], device=both.device)
+            turns = axis == torch.arange(len(position), device=both.device).unsqueeze(1)  # (A, r)
+            both = torch.where(turns[:, None, None], both, 0).sum(1)
+        cos, sin = both.unsqueeze(2)
         return cos, sin
 
 

@@ -6,6 +6,7 @@ Checkpoints of its heads record how; heads and adapters stay in floating point.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -32,6 +34,7 @@ from specheads.models.base.int8 import METHOD, Int8Config
 from specheads.models.config import SpecConfig
 from specheads.options import OptionError, reason, shown
 
+_log = logging.getLogger(__name__)
 QUANTIZE = ("4bit", "8bit", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LARGE = (
@@ -107,6 +110,20 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> Any:
             f"{name} has no tokenizer that can be loaded: save one beside the model with tokenizer.save_pretrained() "
             f"({reason(error)})"
         ) from error
+
+
+def load_processing(name: str | os.PathLike[str], config: PreTrainedConfig, **options: Any) -> Any:
+    """The processor of a model that reads images, if it can be loaded, else its tokenizer. options: of
+    from_pretrained(). ValueError as `load_tokenizer`."""
+    if auto_class(config) is AutoModelForImageTextToText:
+        try:
+            processor = AutoProcessor.from_pretrained(name, **options)
+        except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+            _log.info("%s: rows with images cannot be read, as its processor does not load: %s", name, reason(error))
+        else:
+            if hasattr(processor, "image_processor"):
+                return processor
+    return load_tokenizer(name, **options)
 
 
 def stop_ids(name: str | os.PathLike[str], config: Any, tokenizer: Any, **options: Any) -> set[int]:

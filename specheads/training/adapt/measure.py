@@ -30,7 +30,7 @@ def measure(model: SpecModel, prompts: Sequence[Prompt], new_tokens: int, report
     model.generation_config = plain
     try:
         for done, prompt in enumerate(prompts, start=1):
-            gained, _ = decode_counted(model, prompt.ids, draft="head", max_new_tokens=new_tokens)
+            gained, *_ = decode_counted(model, prompt.ids, draft="head", max_new_tokens=new_tokens)
             counts = measured.setdefault(prompt.domain, {"prompts": 0, "tokens": 0, "steps": 0})
             counts["prompts"] += 1
             counts["steps"] += gained.steps

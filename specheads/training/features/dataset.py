@@ -27,6 +27,7 @@ from specheads.training.features.shards import FeatureError, Shard
 
 _OPEN = 16  # files kept open at a time
 _TOKENS = ("input_ids", "supervised", "document_ids", "position_ids")
+BASE_POSITIONS = "base_positions"  # only in files of a base whose positions have several parts
 
 
 class FeatureDataset(Dataset):
@@ -78,9 +79,13 @@ class FeatureDataset(Dataset):
         if number not in self._checked:
             shard.check()
             self._checked.add(number)
+        if BASE_POSITIONS in shard.names:
+            names[BASE_POSITIONS] = None
         saved = shard.row(i - self.firsts[number], tuple(names))
         row = {name: saved[name].long() for name in _TOKENS}
         row["labels"] = _labels(row["input_ids"], row.pop("supervised").bool())
+        if BASE_POSITIONS in names:
+            row[BASE_POSITIONS] = saved[BASE_POSITIONS].long()
         row["features"] = torch.cat([saved[self.taps[layer]] for layer in self.layers], -1)
         if self.index.teacher_probs == "hidden":
             return {**row, "last_hidden": saved[self.teacher[0]]}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
+from specheads.data.images import processor_of, tokenizer_of
 from specheads.data.rows import IGNORED
 from specheads.decoding.verify.hf_base import decoder_of, layer_count, text_config
 from specheads.decoding.verify.model_inputs import input_device
@@ -72,11 +73,11 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
         raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
     state, folder = PartialState(cpu=not torch.accelerator.is_available()), options.output
     launch.check(recipe.launch, state.num_processes)
-    whole, tokenizer, stops = load_tokens(recipe)
+    whole, processing, stops = load_tokens(recipe)
     config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
     with state.main_process_first():
-        datasets = build_datasets(recipe.data, tokenizer, config.vocab_size, stops)
+        datasets = build_datasets(recipe.data, processing, config.vocab_size, stops)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}
     rows, tokens = sum(map(len, splits.values())), sum(map(num_tokens, splits.values()))
     token_bytes = bytes_per_token(config, taps, options, recipe)
@@ -90,13 +91,13 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Confirm | None = No
         taps=taps, dtype=_dtype_name(options.dtype, base), teacher_probs=parse_teacher_probs(options.teacher_probs),
         last_tap=_last_tap(base, taps), batch_size=options.batch_size,
         shard_rows=max(1, round(options.shard_mb * 2**20 * rows / (tokens * token_bytes))),
-        pad_token_id=padding_id(tokenizer), base=_record(base, recipe),
+        pad_token_id=padding_id(tokenizer_of(processing)), base=_record(base, recipe),
         rows={name: len(data) for name, data in splits.items()}, files={}, kept={},
     )  # fmt: skip
     if state.is_main_process:
         _open(folder, index, base)
     state.wait_for_everyone()
-    passes = FeaturePasses(base, index)
+    passes = FeaturePasses(base, index, processor_of(processing))
     made = _write_shards(folder, splits, passes, state)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -192,7 +193,7 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
 
 
 def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:
-    batches = [Collator(0)([row]) for row in rows]
+    batches = [Collator(0)([{**row, "images": None}]) for row in rows]
     columns = {name: torch.cat([b[name][0] for b in batches]) for name in ("input_ids", "document_ids", "position_ids")}
     columns["supervised"] = torch.cat([b["labels"][0] != IGNORED for b in batches])
     differing = [name for name, column in columns.items() if not torch.equal(shard.whole(name).long(), column.long())]

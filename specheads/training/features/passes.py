@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
 from specheads.decoding.verify.hf_base import text_config
-from specheads.decoding.verify.model_inputs import input_device
+from specheads.decoding.verify.model_inputs import has_position_parts, image_arguments, input_device, row_positions
+from specheads.heads.layers.rope import MROPE_AXES
 from specheads.losses.chunked import rows_of_chunk
 from specheads.losses.teacher import LiveTeacher, TopKTail, gives_logits, packed_mask, tap_base
 from specheads.training.features.index import Index
@@ -22,14 +23,14 @@ from specheads.training.features.shards import FeatureError, encode_states
 class FeaturePasses:
     """The passes of one base, for one index. FeatureError if the base's probabilities cannot be saved as it says."""
 
-    def __init__(self, base: PreTrainedModel, index: Index) -> None:
+    def __init__(self, base: PreTrainedModel, index: Index, processor: Any = None) -> None:
         self.base, self.index = base, index
         if index.teacher_probs == "hidden" and not gives_logits(base):
             raise FeatureError(
                 f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
                 "so that state does not give its probabilities; save those themselves, with --teacher-probs 64"
             )
-        self.collator = Collator(index.pad_token_id)
+        self.collator = Collator(index.pad_token_id, processor=processor)
         self.dtype = getattr(torch, index.dtype)
 
     def shard(self, rows: Sequence[dict[str, list[int]]], done: Callable[[int], Any]) -> list[dict[str, Tensor]]:
@@ -44,12 +45,13 @@ class FeaturePasses:
 
     @torch.no_grad()
     def _pass(self, rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
-        saved = []
+        saved: list[dict[str, Tensor]] = []
         batch = {name: t.to(input_device(self.base)) for name, t in self.collator(rows).items()}
         documents, positions = batch["document_ids"], batch["position_ids"]
         packed = bool((documents > 1).any())
         mask = packed_mask(self.base, documents, positions) if packed else batch["attention_mask"]
-        features, teacher = tap_base(self.base, batch["input_ids"], mask, positions, self.index.taps)
+        images = image_arguments(self.base, batch)
+        features, teacher = tap_base(self.base, batch["input_ids"], mask, positions, self.index.taps, images)
         parts = features.chunk(len(self.index.taps), -1)
         states = {f"tap_{k}": part for k, part in zip(self.index.taps, parts, strict=True)}
         topk: dict[str, Tensor] = {}
@@ -64,6 +66,11 @@ class FeaturePasses:
             "input_ids": batch["input_ids"], "document_ids": documents, "position_ids": positions,
             "supervised": supervised, **topk,
         }  # fmt: skip
+        if self.collator.processor is not None and has_position_parts(self.base):
+            # Of every row, as all rows of a file have the same tensors.
+            places = row_positions(self.base, batch["input_ids"], batch["attention_mask"], images) if images else None
+            table = positions.expand(MROPE_AXES, -1, -1) if places is None else places.table
+            plain["base_positions"] = table.permute(1, 2, 0)
         for b, row in enumerate(rows):
             here = slice(0, len(row["input_ids"]))
             saved_row = {name: t[b, here].cpu() for name, t in plain.items()}

@@ -1,7 +1,8 @@
 """One file of saved features: concatenated rows, each tensor with one line per token, in the chosen dtype.
 
 Shapes: N tokens of all rows of a file, T tokens of a row, H hidden, K likeliest tokens saved.
-input_ids, document_ids, position_ids (N,) int32; supervised (N,) bool; starts (rows + 1,) int64; tap_k (N, H) for each
+input_ids, document_ids, position_ids (N,) int32; supervised (N,) bool; base_positions (N, 3)
+int32, of a base that counts so beside images; starts (rows + 1,) int64; tap_k (N, H) for each
 tapped layer; last_hidden (N, H), or topk_ids (N, K) int32 with topk_log_p (N, K) and topk_tail (N,). In float8_e4m3fn
 each line has its own scale, <name>.scale (N,) float32.
 """
@@ -24,7 +25,7 @@ from specheads.options import OptionError
 FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
 CHECKSUM = "crc32"
-_NUMBERS = ("input_ids", "document_ids", "position_ids", "topk_ids")
+_NUMBERS = ("input_ids", "document_ids", "position_ids", "base_positions", "topk_ids")
 
 
 class FeatureError(OptionError):

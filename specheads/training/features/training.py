@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specheads.data.datasets import token_counts
 from specheads.decoding.verify.hf_base import UnsupportedModel, logits_of, refuse_unsupported, text_config
+from specheads.decoding.verify.model_inputs import BasePositions
 from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
 from specheads.losses.functions import HARD, parse_loss
 from specheads.losses.teacher import LiveTeacher, Teacher, TopKTail
@@ -29,7 +30,7 @@ class FeatureModel(SpecModel):
 
     def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Teacher]:
+    ) -> tuple[Tensor, Teacher, BasePositions | None]:
         if "features" not in kwargs:
             raise ValueError("a batch without features, in training from saved ones: FeatureCollator makes them")
         hidden = kwargs.get("last_hidden")
@@ -40,7 +41,10 @@ class FeatureModel(SpecModel):
             teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in topk))
         else:
             teacher = TopKTail.from_text(input_ids)
-        return kwargs["features"], teacher
+        places = kwargs.get("base_positions")
+        if places is not None:
+            places = BasePositions(places.permute(2, 0, 1), attention_mask.sum(1))
+        return kwargs["features"], teacher, places
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return self.base(*args, **kwargs)  # raises a clear error
@@ -97,7 +101,7 @@ def from_disk(
 def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
     """A new head, initialised as convert() does with the base itself; its draft vocabulary is counted on saved rows."""
     base = skeleton(folder)
-    config = head.with_base_defaults(text_config(base))
+    config = head.with_base_defaults(text_config(base)).with_base_positions(text_config(base))
     refuse_unfit(folder, index, config)
     module = HEADS[config.kind](config)
     module.refuse_unfit(base)

@@ -34,6 +34,24 @@ _BY_DEPTH = ("accuracy", "conditional_accuracy", "acceptance", "loss")
 _FALLS = re.compile(r"(loss_depth_\d+|feature|base|confidence|accepted_length_error)$")
 
 
+_SPLITS = {"cp": "context", "sp": "sequence"}
+
+
+def refuse_split_rows(config: Any) -> None:
+    """ValueError for a launcher that divides rows between processes. config: accelerate's ParallelismConfig; None for
+    what the launcher left in the environment."""
+    for name, kind in _SPLITS.items():
+        found = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") if config is None else None
+        size = int(found) if found is not None else getattr(config, f"{name}_size", 1) or 1
+        if size > 1:
+            raise ValueError(
+                f"{name}_size={size}: {kind} parallelism gives each process a part of a row, and ring attention its "
+                "keys for the base alone: a head's later steps read keys, features and tokens of the whole row. Give "
+                f"{name}_size=1: a head's memory is linear in a row's length, and activation checkpointing, fsdp2 or "
+                "zero3 lower it"
+            )
+
+
 @dataclass
 class SpecTrainingArguments(TrainingArguments):
     """transformers' TrainingArguments, and two options of heads."""
@@ -66,6 +84,7 @@ class SpecTrainingArguments(TrainingArguments):
                 "accelerator_config: split_batches=true would repeat rows that are learnt: leave it out, and divide "
                 "per_device_train_batch_size by the number of processes"
             )
+        refuse_split_rows(self.parallelism_config)
         if self.data_seed is None:
             # Else the order of the rows would depend on random draws before train(), and a resumed run would differ.
             self.data_seed = self.seed

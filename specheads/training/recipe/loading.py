@@ -6,13 +6,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
+from specheads.data.images import processor_of, tokenizer_of
 from specheads.hub import hub_options
 from specheads.models.base.loading import (
     as_dtype,
     load_config,
     load_language_model,
-    load_tokenizer,
+    load_processing,
     stop_ids,
 )
 from specheads.training.recipe.recipe import Recipe
@@ -27,18 +29,26 @@ def load_base(recipe: Recipe) -> PreTrainedModel:
 
 
 def load_tokens(recipe: Recipe) -> tuple[PreTrainedConfig, Any, set[int]]:
-    """The config of the base, its tokenizer, and the tokens at which it stops."""
+    """The config of the base, its tokenizer, or its processor if it reads images, and the tokens at which it
+    stops."""
     hub = hub_options(recipe.base)
-    config, tokenizer = load_config(recipe.base, **hub), load_tokenizer(recipe.base, **hub)
-    return config, tokenizer, stop_ids(recipe.base, config.get_text_config(decoder=True), tokenizer, **hub)
+    config = load_config(recipe.base, **hub)
+    processing = load_processing(recipe.base, config, **hub)
+    text = config.get_text_config(decoder=True)
+    return config, processing, stop_ids(recipe.base, text, tokenizer_of(processing), **hub)
 
 
 def load_rows(recipe: Recipe) -> tuple[Any, Any, Any]:
-    """Rows to train on, held-out rows or None, and the base's tokenizer."""
+    """Rows to train on, held-out rows or None, and the base's tokenizer or processor."""
     assert recipe.data is not None
-    config, tokenizer, stops = load_tokens(recipe)
+    config, processing, stops = load_tokens(recipe)
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    return *build_datasets(recipe.data, tokenizer, vocab_size, stops), tokenizer
+    return *build_datasets(recipe.data, processing, vocab_size, stops), processing
+
+
+def collator_of(processing: Any) -> Collator:
+    """The collator of a base's rows, given its tokenizer or processor."""
+    return Collator(padding_id(tokenizer_of(processing)), processor=processor_of(processing))
 
 
 def padding_id(tokenizer: Any) -> int:

@@ -1,4 +1,5 @@
-"""Answers by the base itself: for each temperature a batch, whose finished rows take the next questions."""
+"""Answers by the base itself: for each temperature a batch, whose finished rows take the next questions. Questions with
+images are answered one at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from specheads.data.batches import Collator
+from specheads.data.images import TYPES, ImageCut, token_types, tokenizer_of
 from specheads.data.row_forms import RowError
 from specheads.data.rows import Row, truncate
+from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
+from specheads.decoding.verify.model_inputs import image_arguments
 from specheads.hub import hub_options
 from specheads.models.base.loading import load_language_model
 from specheads.options import OptionError
@@ -72,61 +77,91 @@ class _Lane:
     """
 
     def __init__(
-        self, base: Any, tokenizer: Any, options: Options, temperature: float, next_talk: Callable[[], _Talk | None],
+        self, base: Any, processing: Any, options: Options, temperature: float, next_talk: Callable[[], _Talk | None],
         answered: Callable[[_Talk], None],
     ) -> None:  # fmt: skip
-        self.base, self.tokenizer, self.options = base, tokenizer, options
+        self.base, self.processing, self.options = base, processing, options
+        self.tokenizer = tokenizer_of(processing)
         self.sampling: dict[str, Any] = {**options.sampling(temperature)}
         self.room, self.next_talk = prompt_room(base.config, options), next_talk
         self.answered = answered
         self.waiting: deque[_Talk] = deque()
+        self.with_images: deque[tuple[_Talk, list[int]]] = deque()  # asked, with their prompts
         self.asked: list[_Talk] = []  # by the index of the prompt
         self.batch: Iterator[Continuation] = iter(())
 
     def answer_one(self) -> int:
-        """Have the batch finish another text. Its tokens; 0 if no question could be asked."""
+        """Have the batch finish another text, or answer a question with images. The answer's tokens; 0 if no question
+        could be asked."""
+        if self.with_images:
+            return self._answer_with_images()
         result = next(self.batch, None)
         if result is None:  # the rows ended before follow-up questions came, or nothing has begun
             self.batch = self._begin()
             if (result := next(self.batch, None)) is None:
-                return 0
-        talk = self.asked[result.index]
-        talk.results.append(talk.ask.row(result.prompt, result.tokens))
-        talk.answers.append(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
+                return self._answer_with_images() if self.with_images else 0
+        return self._note(self.asked[result.index], result.prompt, result.tokens)
+
+    def _note(self, talk: _Talk, prompt: list[int], tokens: list[int]) -> int:
+        talk.results.append(talk.ask.row(prompt, tokens, talk.ask.question.shown(talk.answers)))
+        talk.answers.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         if talk.is_answered:
             self.answered(talk)
         else:
             self.waiting.append(talk)
-        return len(result.tokens)
+        return len(tokens)
 
     def _begin(self) -> Iterator[Continuation]:
         self.asked = []
-        return iter(
-            generate_many(
-                self.base, self._prompts(), batch_size=self.options.batch_size, stream=True,
-                max_new_tokens=self.options.max_new_tokens, pad_token_id=self.tokenizer.pad_token_id or 0,
-                do_sample=bool(self.sampling), seed=self._seed if self.sampling else None, **self.sampling,
-            )
-        )  # fmt: skip
+        seed = self._seed if self.sampling else None
+        options = {**self._decoding(), "batch_size": self.options.batch_size, "seed": seed}
+        return iter(generate_many(self.base, self._prompts(), stream=True, **options))
+
+    def _decoding(self) -> dict[str, Any]:
+        return {
+            "max_new_tokens": self.options.max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id or 0,
+            "do_sample": bool(self.sampling), **self.sampling,
+        }  # fmt: skip
+
+    def _answer_with_images(self) -> int:
+        talk, prompt = self.with_images.popleft()
+        row = {
+            "input_ids": prompt, "labels": prompt, "images": talk.ask.question.shown(talk.answers),
+            TYPES: token_types(self.processing, prompt),
+        }  # fmt: skip
+        batch = Collator(0, processor=self.processing)([row])
+        ids, mask = (batch[name].to(self.base.device) for name in ("input_ids", "attention_mask"))
+        seed = self._seed_of(talk) if self.sampling else None
+        given = image_arguments(self.base, batch)
+        text: Any = generate(self.base, ids, attention_mask=mask, seed=seed, **given, **self._decoding())
+        return self._note(talk, prompt, text[0, len(prompt) :].tolist())
 
     def _prompts(self) -> Iterator[list[int]]:
         """The next turns of questions, follow-ups first."""
         while (talk := self.waiting.popleft() if self.waiting else self.next_talk()) is not None:
             try:
-                ids = talk.ask.question.prompt(talk.answers, self.tokenizer)
+                ids = talk.ask.question.prompt(talk.answers, self.processing)
+                pictured = bool(talk.ask.question.shown(talk.answers))
+                if pictured and len(ids) > self.room:
+                    raise ImageCut(f"its {len(ids)} tokens with images leave no room for an answer: raise max_length")
             except RowError as error:
                 talk.refuse(str(error))
+                continue
+            if pictured:
+                self.with_images.append((talk, ids))
                 continue
             self.asked.append(talk)
             yield cut_prompt(ids, self.room, self.tokenizer)
 
     def _seed(self, index: int) -> int:
         """Derived from the answer's number, so that its text depends neither on the batch nor on resuming."""
-        talk = self.asked[index]
+        return self._seed_of(self.asked[index])
+
+    def _seed_of(self, talk: _Talk) -> int:
         return random.Random(f"{self.options.seed} {talk.first + len(talk.results)}").getrandbits(62)
 
 
-def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, bar: tqdm) -> None:
+def fill(file: RowsFile, asks: Iterator[Ask], options: Options, processing: Any, bar: tqdm) -> None:
     """Ask until the file is full, and write the answers in the order of the questions."""
     talks: deque[_Talk] = deque()  # those not yet written
     number, tokens, began = file.answers, 0, time.monotonic()
@@ -154,7 +189,7 @@ def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, 
 
     base = load(options)
     lanes = {
-        temperature: _Lane(base, tokenizer, options, temperature, lambda t=temperature: next_talk(t), answered)  # type: ignore[misc]
+        temperature: _Lane(base, processing, options, temperature, lambda t=temperature: next_talk(t), answered)  # type: ignore[misc]
         for temperature in dict.fromkeys(options.temperature)
     }
     ahead = AHEAD * options.batch_size * len(lanes)

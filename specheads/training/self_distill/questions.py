@@ -15,8 +15,17 @@ from specheads.data.chat_template import MissingTemplate
 from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
 from specheads.data.datasets import refuse_unknown_ids
+from specheads.data.images import (
+    NoImages,
+    Stored,
+    image_column,
+    processor_of,
+    take_images,
+    tokenizer_of,
+    written,
+)
 from specheads.data.row_forms import Dropped, RowError, is_chat, messages_of, reason_of
-from specheads.data.rows import IGNORED, Row, tokenize
+from specheads.data.rows import IGNORED, NO_PROCESSOR, Row, tokenize
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines
 from specheads.options import OptionError
 from specheads.training.self_distill.options import WINDOWS, Options
@@ -34,8 +43,11 @@ class TextPrompt:
     def key(self) -> Hashable:
         return tuple(self.ids)
 
-    def prompt(self, answers: Sequence[str], tokenizer: Any) -> list[int]:
+    def prompt(self, answers: Sequence[str], processing: Any) -> list[int]:
         return self.ids
+
+    def shown(self, answers: Sequence[str]) -> list[Stored]:
+        return []
 
 
 Question = Conversation | TextPrompt
@@ -52,11 +64,12 @@ class Ask:
     def num_turns(self) -> int:
         return self.question.num_turns
 
-    def row(self, prompt: list[int], new: list[int]) -> Row:
-        """A prompt and its answer as a row."""
+    def row(self, prompt: list[int], new: list[int], images: Sequence[Stored] = ()) -> Row:
+        """A prompt, with its images, and its answer as a row."""
         learns_prompt = isinstance(self.question, TextPrompt) and self.question.supervised
         prompt_labels = prompt[1:] if learns_prompt else [IGNORED] * (len(prompt) - 1)
-        return {"input_ids": prompt + new, "labels": [IGNORED, *prompt_labels, *new]}
+        row: Row = {"input_ids": prompt + new, "labels": [IGNORED, *prompt_labels, *new]}
+        return row | ({"images": list(map(written, images))} if images else {})
 
 
 @dataclass
@@ -73,20 +86,21 @@ class Stream:
     mark: str | None = None
 
 
-def stream(options: Options, tokenizer: Any) -> Stream:
-    """The questions that the options ask for. ValueError for malformed rows, and if more lines are wanted than they can
-    give."""
+def stream(options: Options, processing: Any) -> Stream:
+    """The questions that the options ask for, for a base with this tokenizer or processor. ValueError for malformed
+    rows, and if more lines are wanted than they can give."""
     with naming_undecodable_lines(options.source):
-        return _stream(options, tokenizer)
+        return _stream(options, processing)
 
 
-def _stream(options: Options, tokenizer: Any) -> Stream:
+def _stream(options: Options, processing: Any) -> Stream:
+    tokenizer = tokenizer_of(processing)
     if options.source is None:
         encoded = [tokenizer(text, verbose=False)["input_ids"] for _, text in corpus.texts(cast(Any, options.split))]
     else:
         rows = load_dataset_rows(options.source, prompt_column="prompt")
         if {"messages", "prompt"} & set(rows.column_names) or is_chat(rows.column_names):
-            asked = questions(options, cast(Any, rows), tokenizer)
+            asked = questions(options, cast(Any, rows), processing)
             turns = sum(one.num_turns for one in asked)
             wanted = options.num_rows or turns
             if wanted > turns and options.greedy:
@@ -144,20 +158,20 @@ def _texts(options: Options, rows: Iterable[dict[str, Any]], tokenizer: Any) -> 
     return encoded
 
 
-def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) -> list[Question]:
+def questions(options: Options, rows: Sequence[dict[str, Any]], processing: Any) -> list[Question]:
     """The questions of rows of messages or prompts, each once. Rows without one are left out, and counted on stderr;
     ValueError if all are."""
     asked: dict[Hashable, Question] = {}
     left_out = Dropped()
     for number, row in enumerate(rows, start=1):
         try:
-            conversation = question(row, tokenizer, options)
+            conversation = question(row, processing, options)
             if conversation.num_turns == 0:
                 left_out.add("without a message of the user", number)
                 continue
             if isinstance(conversation, Conversation):  # the template may refuse it
                 messages = conversation.messages(["x"] * (conversation.num_turns - 1))
-                conversation.text(messages, tokenizer, generation_prompt=True)
+                conversation.text(messages, tokenizer_of(processing), generation_prompt=True)
         except MissingTemplate:
             raise
         except ValueError as error:
@@ -181,16 +195,19 @@ def _tell(left_out: Dropped, kept: int, options: Options) -> None:
     print(f"{options.source}: left out {left_out.total} of {rows} rows: {left_out}", file=sys.stderr)
 
 
-def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
+def question(row: dict[str, Any], processing: Any, options: Options) -> Question:
     messages = messages_of(row) if row.get("prompt") is None or row.get("messages") is not None else None
     if messages is not None:
-        return Conversation.from_messages(messages, row.get("tools")).with_template(options.template)
+        images = None if options.server or processor_of(processing) is None else image_column(row)
+        if images is None and take_images(messages, row)[1]:
+            raise NoImages("--server answers text alone" if options.server else NO_PROCESSOR)
+        return Conversation.from_messages(messages, row.get("tools"), images=images).with_template(options.template)
     text = row.get("prompt")
     if not isinstance(text, str) or not text:
         raise RowError(f"expected messages or a prompt, not prompt={text!r:.60}; rows of text go into their own file")
     if options.chat:
         return Conversation.from_text(text).with_template(options.template)
-    return TextPrompt(list(tokenizer(text, verbose=False)["input_ids"]))
+    return TextPrompt(list(tokenizer_of(processing)(text, verbose=False)["input_ids"]))
 
 
 def passes(asked: Sequence[Question], seed: int, temperatures: Sequence[float] = (0.0,)) -> Iterator[Ask]:

@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from specheads.data.batches import Collator
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
+from specheads.data.images import processor_of, tokenizer_of
 from specheads.data.row_forms import is_chat
 from specheads.data.rows import IGNORED
 from specheads.decoding.verify.hf_base import text_config
@@ -37,9 +38,12 @@ class RowCollator:
     """`Collator` for rows that may say what is learnt by a loss_mask, or not at all: then all but their first token."""
 
     pad_token_id: int
+    processor: Any = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        return Collator(self.pad_token_id)([{**row, "labels": labels_of(row)} for row in rows])
+        return Collator(self.pad_token_id, processor=self.processor)(
+            [{**row, "labels": labels_of(row)} for row in rows]
+        )
 
 
 def labels_of(row: Mapping[str, Any]) -> Any:
@@ -61,14 +65,15 @@ def prepared(
     parts = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     rows = {name: _prepare(part, name, model, processing_class, data_collator is None) for name, part in parts.items()}
     if data_collator is None:
-        owners = (processing_class, text_config(model.base))
+        owners = (tokenizer_of(processing_class), text_config(model.base))
         ids = (getattr(owner, "pad_token_id", None) for owner in owners)
-        data_collator = RowCollator(next((i for i in ids if isinstance(i, int) and i >= 0), 0))
+        pad = next((i for i in ids if isinstance(i, int) and i >= 0), 0)
+        data_collator = RowCollator(pad, processor_of(processing_class))
     return {**rows, "data_collator": data_collator}
 
 
 def _prepare(rows: Any, name: str, model: SpecModel, tokenizer: Any, tokenizes: bool) -> Any:
-    """The rows of a dataset, or of each in a dict of them."""
+    """The rows of a dataset, or of each in a dict of them. tokenizer: or processor."""
     if isinstance(rows, dict):
         return {key: _prepare(part, f"{name}[{key!r}]", model, tokenizer, tokenizes) for key, part in rows.items()}
     columns = _columns(rows)
@@ -87,7 +92,6 @@ def _columns(rows: Any) -> list[str]:
 
 
 def _tokenized(rows: Any, name: str, columns: Sequence[str], model: SpecModel, tokenizer: Any) -> Any:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's own
     if tokenizer is None or isinstance(rows, datasets.IterableDataset):
         lack = "they are a stream" if tokenizer is not None else "there is no tokenizer"
         raise ValueError(

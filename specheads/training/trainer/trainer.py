@@ -87,6 +87,8 @@ class SpecTrainer(ResumableTrainer):
             )  # fmt: skip
         with args.main_process_first(desc="reading the rows"):
             kwargs |= prepared(model, **kwargs)
+        if getattr(kwargs["data_collator"], "processor", None) is not None:
+            args.remove_unused_columns = False  # the images, which the collator reads
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(
@@ -225,7 +227,8 @@ class SpecTrainer(ResumableTrainer):
         assert outputs.loss is not None
         loss = outputs.loss.detach()
         terms = {"loss": loss, **(outputs.terms or {})}
-        self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens, outputs.overlaps)
+        divisor = tokens.clamp_min(1)
+        self._evaluation_meter.add(outputs.ranks, terms, divisor, tokens, outputs.overlaps, outputs.positions)
         return loss, None, None
 
     # Optimizer

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.decoding.verify.model_inputs import forward_arguments
 from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.base.lora import adapters
@@ -81,6 +82,8 @@ def export(
     texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
     served = f"{path}/{transformers4.FOLDER}" if any("/" in name for name in texts) else base_name
     texts["README.md"] = readme(form, head, run_of(config.name_or_path, head), base_name, path, served)
+    if "pixel_values" in forward_arguments(base):
+        texts["README.md"] += IMAGES
     _write(folder, written, named, texts, make_gguf)
     return Path(out)
 
@@ -187,6 +190,15 @@ def _write(
             os.rename(temporary, folder)
     finally:
         shutil.rmtree(around, ignore_errors=True)
+
+
+IMAGES = """
+## Images
+
+This export is a head for text. No server was run with it on images. After an image its drafts may fit less well: the
+head learnt the placeholder's embedding, where SGLang gives a draft the image's, and the files say nothing of positions
+of several parts (mrope). The text is the base's in any case.
+"""
 
 
 def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: str, served: str) -> str:

@@ -155,7 +155,7 @@ class DecoderConfig(HeadConfig):
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
         if self.mrope_axes is not None and (
             not all(type(axis) is int and 0 <= axis < MROPE_AXES for axis in self.mrope_axes)
-            or (self.head_dim and len(self.mrope_axes) != self.head_dim // 2)
+            or (self.rotated_size and len(self.mrope_axes) != self.rotated_size // 2)
         ):
             raise ValueError(
                 f"{self.kind} head option mrope_axes={shown(self.mrope_axes)}: expected 0, 1 or 2 for each of head_dim "
@@ -171,6 +171,11 @@ class DecoderConfig(HeadConfig):
     @property
     def num_blocks(self) -> int:
         return self.num_layers
+
+    @property
+    def rotated_size(self) -> int | None:
+        """The size of what is rotated of each query and key; rope_parameters may rotate a part of that."""
+        return self.head_dim
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
@@ -223,8 +228,8 @@ class DecoderConfig(HeadConfig):
         return {**sizes, **biases, "hidden_act": self.hidden_act}
 
     def rotary(self) -> RotaryTable:
-        assert self.head_dim and self.rope_parameters
-        return RotaryTable(self.head_dim, self.rope_parameters, self.mrope_axes)
+        assert self.rotated_size and self.rope_parameters
+        return RotaryTable(self.rotated_size, self.rope_parameters, self.mrope_axes)
 
     def with_base_positions(self, base_config: Any) -> Self:
-        return replace(self, mrope_axes=None if self.head_dim is None else mrope_of(base_config, self.head_dim))
+        return replace(self, mrope_axes=None if self.rotated_size is None else mrope_of(base_config, self.rotated_size))

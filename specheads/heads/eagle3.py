@@ -14,7 +14,7 @@ from specheads.decoding.verify.hf_base import layer_count
 from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock, RMSNorm, copy_norm, final_norm, soften
 from specheads.heads.layers.latent import LatentBlock, LatentSizes
-from specheads.heads.layers.rope import SHARE, RotaryTable
+from specheads.heads.layers.rope import SHARE
 from specheads.heads.unrolled import FeatureConfig, FeatureHead
 from specheads.heads.vocabulary import DraftVocabulary, check_draft_vocabulary, check_mask_token
 
@@ -98,11 +98,9 @@ class Eagle3Config(FeatureConfig):
         latent = LatentSizes(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
         return LatentBlock(latent=latent, rope=self.rope_parameters, input_size=input_size, **self.block_sizes())
 
-    def rotary(self) -> RotaryTable:
-        if self.qk_rope_head_dim is None:
-            return super().rotary()
-        assert self.rope_parameters
-        return RotaryTable(self.qk_rope_head_dim, self.rope_parameters)
+    @property
+    def rotated_size(self) -> int | None:
+        return self.qk_rope_head_dim or self.head_dim
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:

@@ -597,7 +597,7 @@ MUTATIONS = (
     M("pickle that calls what it likes", "models.formats.files:_refuse_calls",
       "not _CALLED.fullmatch(str(argument))", "False",
       "models/test_formats_hostile.py", "runs_code or asks_for_memory"),
-    M("report that escapes no recipe", "bench.web.page:_code",
+    M("report that escapes no recipe", "bench.web.parts:code",
       "escape(text)", "text", "bench/test_report_page.py", "page_of_a_run"),
     M("evaluation in the harness without its drafts", "compat.harness:DraftedLM._model_generate",
       "**self._drafts", "draft=False", "compat/test_harness.py", "fewer_steps"),

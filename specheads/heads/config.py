@@ -11,7 +11,6 @@ from specheads.decoding.verify.masks import Reach
 from specheads.decoding.verify.taps import refuse_missing_taps
 from specheads.heads.layers.block import ACTIVATIONS, DecoderBlock
 from specheads.heads.layers.rope import (
-    MROPE_AXES,
     RotaryTable,
     check_rope,
     inherited_rope,
@@ -153,13 +152,10 @@ class DecoderConfig(HeadConfig):
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
         if self.head_dim and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
-        if self.mrope_axes is not None and (
-            not all(type(axis) is int and 0 <= axis < MROPE_AXES for axis in self.mrope_axes)
-            or (self.rotated_size and len(self.mrope_axes) != self.rotated_size // 2)
-        ):
+        if self.mrope_axes is not None and self.rotated_size and len(self.mrope_axes) != self.rotated_size // 2:
             raise ValueError(
-                f"{self.kind} head option mrope_axes={shown(self.mrope_axes)}: expected 0, 1 or 2 for each of head_dim "
-                "/ 2 frequencies"
+                f"{self.kind} head option mrope_axes={shown(self.mrope_axes)}: expected one for each of "
+                f"{self.rotated_size // 2} frequencies"
             )
         if self.rope_parameters is not None:
             try:
@@ -232,4 +228,6 @@ class DecoderConfig(HeadConfig):
         return RotaryTable(self.rotated_size, self.rope_parameters, self.mrope_axes)
 
     def with_base_positions(self, base_config: Any) -> Self:
-        return replace(self, mrope_axes=None if self.rotated_size is None else mrope_of(base_config, self.rotated_size))
+        if self.mrope_axes is not None or self.rotated_size is None:
+            return self
+        return replace(self, mrope_axes=mrope_of(base_config, self.rotated_size))

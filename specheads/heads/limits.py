@@ -31,7 +31,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "anchors": (1, 2**20), "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
     "num_modules": (1, MAX_LAYERS), "layer_indices": (0, DEEPEST), "block_size": (1, DEEPEST),
     "markov_rank": (0, 2**16), "kv_lora_rank": (1, 2**14), "q_lora_rank": (1, 2**14), "qk_rope_head_dim": (2, 2**14),
-    "v_head_dim": (1, 2**14), "mask_token_id": (0, 2**24), "sliding_window": (1, MAX_POSITIONS),
+    "v_head_dim": (1, 2**14), "mrope_axes": (0, 2), "mask_token_id": (0, 2**24), "sliding_window": (1, MAX_POSITIONS),
 }  # fmt: skip
 # Names of a config's entries, as patterns → (least, greatest) value; the first that fits counts.
 _PLAUSIBLE = (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
 from specheads.heads import HEADS, HeadConfig
@@ -136,7 +136,8 @@ def read_files(files: Files) -> SavedHead:
 
 def _left_out(config: SpecConfig) -> str:
     head = config.head_config()
-    return f"sizes are missing or null, among {listing(f.name for f in fields(head) if getattr(head, f.name) is None)}"
+    sizes = head.base_defaults(LlamaConfig())  # those that every saved head has
+    return f"sizes are missing or null, among {listing(name for name in sizes if getattr(head, name) is None)}"
 
 
 def _rank_mismatches(adapters: dict[str, Tensor], joint: JointConfig) -> str:

@@ -71,7 +71,7 @@ def test_the_figure_here_is_that_of_the_parity_gate(end):
         )
         step = next(step for step in out.steps[1:] if step.accepted[0] > 1)
         model.generation_config.eos_token_id = end = [step.tokens[0][0]]
-    parity = parity_of(model, PROMPTS, config)
+    parity = parity_of(model, [{"input_ids": prompt} for prompt in PROMPTS], config)
     model.generation_config.repetition_penalty = 1.5
     found = decode_here(model, PROMPTS, Settings(0.0, max_tokens=30, eos=frozenset(end)), model.head.scored_depths)
     assert (found.tokens_per_step, found.steps) == (parity.measured, parity.steps)

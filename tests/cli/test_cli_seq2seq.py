@@ -92,7 +92,8 @@ def test_chat_answers_with_an_encoder_decoder(pair, capsys, monkeypatch):
     text = t5_on_disk.byte_tokenizer().decode(expected, skip_special_tokens=True)
     for turn in turns:
         assert turn["text"] == text and turn["same_text"] and turn["accepted_length"] > 1
-        assert turn["compared"]["text"] == text and turn["compared"]["accepted_length"] == 1
+        (compared,) = turn["compared"]
+        assert compared["text"] == text and compared["accepted_length"] == 1
 
 
 def bench(folder, tmp_path, *words):

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specheads
 from specheads import CheckpointError, SpecConfig, SpecModel, load_head
 from specheads.heads import HEADS
+from tests.reference.slow_heads import LATENT
 from tests.support.heads_on_disk import FILES, IDS, digest, in_new_process, same, state, trained
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama
@@ -103,7 +104,7 @@ def changed_options(head: str) -> dict:
             "full_attention", *["sliding_attention"] * {"eagle": 1, "eagle3": 1, "parallel": 2}.get(head, 0)
         ),
         "causal_windows": True, "conv_taps": 2, "conv_group": 8, "markov_type": "gated", "own_mask": True,
-        "logit_cap": 3.0, "logit_scale": 0.5,
+        "logit_cap": 3.0, "logit_scale": 0.5, "mrope_axes": (0, 2, 1), **dict.fromkeys(LATENT.keys() - {"head_dim"}),
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:
@@ -127,6 +128,14 @@ def test_every_option_of_a_head_comes_back(named, tmp_path, head):
     (tmp_path / "aside").rename(tmp_path / "config.json")
     save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
     assert load_head(named, tmp_path).head.config == model.head.config
+
+
+def test_latent_attention_comes_back(named, tmp_path):
+    model = trained(named, "eagle3", **LATENT)
+    model.save_pretrained(tmp_path)
+    restored = SpecModel.from_pretrained(tmp_path)
+    assert restored.head.config == model.head.config and restored.head.config.kv_lora_rank == LATENT["kv_lora_rank"]
+    assert same(restored, model)
 
 
 def test_a_checkpoint_from_before_an_option_keeps_its_meaning(named, tmp_path):

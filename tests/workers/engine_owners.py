@@ -13,6 +13,7 @@ import torch
 
 from specheads.audit.certificates.engines import Exported, engine_of
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
 exported = Exported(Path("/"), "base", "vllm", "eagle3", torch.float32, 1, (), "--speculative-config '{}' \n")
 for folder in map(Path, sys.argv[2:]):
     if os.fork() == 0:

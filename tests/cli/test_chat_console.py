@@ -85,7 +85,7 @@ def test_json_gives_an_object_a_prompt_and_nothing_else_on_stdout(piped):
     first, second, third = map(json.loads, out.splitlines())
     assert code == 0 and first["prompt"] == "x = " and first["seed"] == 3 and first["settings"]["tree"] == "chain:2"
     for record in (first, second, third):
-        assert record["same_text"] and [record["text"]] == [other["text"] for other in record["compared"]]
+        assert record["same_text"] and [record["text"]] == [other["text"] for other in record["compared"]], record
     assert second["seed"] != third["seed"] and second["token_ids"] != third["token_ids"]
 
 

@@ -109,3 +109,12 @@ def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
     restarts = torch.zeros_like(seen)
     restarts[:, 1:] = (positions[:, 1:] <= positions[:, :-1]) & seen[:, :-1]
     return torch.where(seen, 1 + restarts.cumsum(1), 0)
+
+
+def positions_of(documents: Tensor) -> Tensor:
+    """(B, T) document ids → (B, T) the position of each token in its document; 0 at padding."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    start = torch.where(is_first, index, 0).cummax(1).values
+    return torch.where(documents > 0, index - start, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from specheads.data.batches import documents_of
+from specheads.data.batches import documents_of, positions_of
 from specheads.data.images import TYPES
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters import as_drafter
@@ -410,15 +410,6 @@ class SpecModel(PreTrainedModel):
         raise ValueError(
             "a SpecModel needs more than a config: give a base a head with convert(), or use from_pretrained()"
         )
-
-
-def positions_of(documents: Tensor) -> Tensor:
-    """(B, T) document ids → (B, T) the position of each token in its document; 0 at padding."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    is_first = torch.ones_like(documents, dtype=torch.bool)
-    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    start = torch.where(is_first, index, 0).cummax(1).values
-    return torch.where(documents > 0, index - start, 0)
 
 
 AutoModelForCausalLM.register(SpecConfig, SpecModel)

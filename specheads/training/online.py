@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specheads.data.batches import IGNORED, documents_of
+from specheads.data.batches import IGNORED, documents_of, positions_of
 from specheads.decoding.verify.hf_base import logits_of, text_config, unwrapped
 from specheads.decoding.verify.taps import layer_count
 from specheads.heads import DraftHead, TapBatch
 from specheads.losses.teacher import LiveTeacher, gives_logits
-from specheads.models.spec_model import positions_of
 from specheads.options import require_count, shown
 
 _log = logging.getLogger(__name__)

@@ -122,8 +122,8 @@ def compile_without_guards(
         # A step is some 200 short calls, each slower from Python than from C++. Building the wrapper separately, with
         # less optimisation, takes 0.55 to 0.66 of the time to compile, and 1 to 2 % more to run (docs/LOG.md).
         options |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-        # The wrapper of a 24-layer base is 7,300 lines in one function, which -O1 takes 35 CPU s over and -O0 14, with
-        # no step slower for it.
+        # The wrapper of a 24-layer base is 7,300 lines in one function: 35 CPU s with -O1 and 14 with -O0, and no
+        # difference between their steps was seen (docs/LOG.md).
         options["aot_inductor.compile_wrapper_opt_level"] = "O0"
     chosen: Any = backend
     if backend == DEFAULT_BACKEND and device.type == "cuda":

@@ -62,7 +62,7 @@ class Eagle3(Format):
     kind: ClassVar[str] = Eagle3Config.kind
     config_keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
     classes: ClassVar[str] = rf"\w*Llama\w*|\w*Deep[Ss]eek\w*|{QWEN3}|{peagle.CLASS}"
-    ignored: ClassVar[frozenset[str]] = latent.NO_EXPERTS
+    ignored: ClassVar[frozenset[str]] = latent.WITHOUT_EFFECT
     engine: str
     title: str
     versions: str

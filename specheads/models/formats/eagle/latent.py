@@ -12,11 +12,11 @@ from specheads.models.formats.files import Files
 from specheads.models.formats.keys.config_table import flag, refusal, whole
 
 CLASS, TYPE = "Eagle3DeepseekV2ForCausalLM", "deepseek_v3"
-# Where the base's own layers have experts, a head's has none: it always is the plain MLP.
-NO_EXPERTS = frozenset({
+# Of experts, which a head's block has none of, and a sum of sizes.
+WITHOUT_EFFECT = frozenset({
     "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq", "n_group", "topk_group",
     "topk_method", "scoring_func", "seq_aux", "aux_loss_alpha", "routed_scaling_factor", "ep_size",
-    "num_nextn_predict_layers",
+    "num_nextn_predict_layers", "qk_head_dim",
 })  # fmt: skip
 
 
@@ -30,7 +30,6 @@ def read_sizes(files: Files, config: dict[str, Any], rope: dict[str, Any]) -> di
         raise refusal(files, "rope_interleave", False, "its readers turn neighbours of the rotated part together")
     if (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
         raise CheckpointError(f"{files}: its rope_scaling has one of mscale and mscale_all_dim; write both")
-    config.get("qk_head_dim")  # what transformers adds up
     rotated = whole(config, "qk_rope_head_dim")
     return {
         "kv_lora_rank": whole(config, "kv_lora_rank"), "v_head_dim": whole(config, "v_head_dim"),

@@ -172,8 +172,12 @@ def functions(text: str) -> Iterator[Function]:
             yield Function(node.name, code, "\n".join(own[:last]), "\n".join(own[:first] + own[last:]), what)
 
 
-def sources() -> Iterator[Path]:
-    """The files of the standard library and of PACKAGES that are installed, tests left out."""
+def sources(folders: Iterable[str] = ()) -> Iterator[Path]:
+    """Python files, tests left out: of these folders, or else of the standard library and the PACKAGES installed."""
+    for folder in folders:
+        yield from (path for path in sorted(Path(folder).rglob("*.py")) if "test" not in path.as_posix())
+    if folders:
+        return
     yield from (path for name, path in stdlib_files().items() if "test" not in name)
     for name in sorted(PACKAGES):
         spec = importlib.util.find_spec(name)
@@ -192,9 +196,9 @@ def break_it(code: str, stub: str, rng: random.Random) -> str | None:
     return head + body[:at] + new + body[at + len(old) :]
 
 
-def code_prompts(rng: random.Random, count: int) -> list[list[str]]:
+def code_prompts(rng: random.Random, count: int, folders: Iterable[str] = ()) -> list[list[str]]:
     seen: dict[str, Function] = {}
-    for path in sources():
+    for path in sources(folders):
         for function in functions(read_text(path) or ""):
             seen.setdefault(function.what[:60], function)
     found = rng.sample(sorted(seen.values(), key=lambda function: function.code), min(count, len(seen)))
@@ -267,6 +271,9 @@ def main() -> None:
     parser.add_argument("--math", help="JSONL with `question` or `prompt`: GSM8K's training questions")
     parser.add_argument("--exclude", nargs="*", default=[], help="JSONL files whose text no prompt may share")
     parser.add_argument("--ngram", type=int, default=10, help="words in a row that count as shared (default 10)")
+    parser.add_argument(
+        "--sources", nargs="*", default=[], help="folders of Python files, instead of what is installed"
+    )
     parser.add_argument("--code-rows", type=int, default=8000)
     parser.add_argument("--math-rows", type=int, default=4500)
     parser.add_argument("--chat-rows", type=int, default=1800)
@@ -274,7 +281,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     parts = {
-        "code": code_prompts(rng, options.code_rows),
+        "code": code_prompts(rng, options.code_rows, options.sources),
         "mathematics": math_prompts(rng, options.math, options.math_rows) if options.math else [],
         "chat": chat_prompts(rng, options.chat_rows),
     }

@@ -128,6 +128,18 @@ def test_what_a_graph_holds_is_part_of_its_key(name):
         (undo or int)()
 
 
+def test_a_class_that_changes_places_is_part_of_the_key():
+    """The same classes, in the same order of their first use, and the same attributes."""
+
+    def model(*kinds):
+        return nn.Sequential(*(kind() for kind in kinds))
+
+    one, other = model(nn.Tanh, nn.Sigmoid, nn.Tanh), model(nn.Tanh, nn.Sigmoid, nn.Sigmoid)
+    before = module_state(one)
+    one[2] = other[2]
+    assert module_state(one) != before
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "training"])
 def test_the_text_after_a_change_is_that_of_uncompiled_steps(name, guarded):

@@ -23,7 +23,7 @@ from tests.support.tiny_models import near, tiny_llama, with_adapter
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
+@pytest.mark.parametrize("rule", ["fuzzy:js:{}", "typical:{}"])
 def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
     model, texts = endless("medusa"), set()
     for length, threshold, temperature in ((5, 0.02, 0.8), (9, 0.3, 1.2), (40, 0.6, 0.8), (40, 0.6, 1.2)):
@@ -38,7 +38,9 @@ def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
         texts.add(str(compiled))
     assert len(texts) > 1  # so that a threshold that a graph kept would be seen
     assert len(compiled_steps(model.base, "eager")) == 2  # one that draws, one that does not
-    without, compiled = texts_of(model, {"inputs": ids}, accept="margin:0.9")
+    without, compiled = texts_of(
+        model, {"inputs": ids}, accept="fuzzy:tv:0.3"
+    )  # of fuzzy:js, only the divergence differs
     assert compiled == without
     assert len(compiled_steps(model.base, "eager")) == 3
 

@@ -35,6 +35,8 @@ def test_probs_are_float32_unless_the_model_is_finer():
         sampler = Sampler(LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), do_sample=True)
         assert sampler.probs(logits).dtype == kept and sampler.draft_probs(logits).dtype == kept
         torch.testing.assert_close(sampler.probs(logits), (logits.to(kept) / 0.5).softmax(-1))
+        penalty = Sampler(LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(3.0)]))
+        assert penalty.scores(logits, lambda: [[1], [2, 3]]).dtype == kept
 
 
 def test_draft_probs_are_truncated_like_the_targets():

@@ -66,7 +66,7 @@ def test_over_large_features_eagle3s_block_is_heard_only_with_norm_before_residu
 def test_loss_and_gradients_equal_the_slow_implementation(kind, options, training):
     model = spec_model(kind, **options).train(training)
     model.progress = 0.3  # of which only training takes notice
-    data = rows(8, 6)
+    data = rows(12, 6)  # which have labels for each step of a draft, unlike rows(8, 6)
     batch = Collator(0)(data)
     loss = model(**batch).loss
     trained = [p for p in model.head.parameters() if p.requires_grad]

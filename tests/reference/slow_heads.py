@@ -23,7 +23,7 @@ DEFAULTS = {
 WINDOWED = [
     ("hydra", {"prefix_layer": True, "sliding_window": 3}),
     ("eagle", {"sliding_window": 1, "steps": 3}),
-    ("eagle3", {"sliding_window": 1, "steps": 3, "num_layers": 2, "layer_types": ("full_attention", "sliding_attention")}),
+    ("eagle3", {"sliding_window": 1, "num_layers": 2, "layer_types": ("full_attention", "sliding_attention")}),
     ("eagle3", {"sliding_window": 3}),
     ("mtp", {"sliding_window": 3}),
     ("mtp", {"sliding_window": 2, "num_modules": 2}),

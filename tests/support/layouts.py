@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as hf_logging
 
 from specheads import CheckpointError, SpecModel
+from specheads.models.formats.export.exporting import engines_for
 from tests.reference import (
     foreign,
     foreign_blocks,
@@ -418,32 +419,47 @@ def base_of(make):
     return make()
 
 
-def outcome(layout: Layout, folder: Path) -> str:
-    """EQUAL, TEXT or "refused: why". AssertionError if the head loads and drafts otherwise than its own forward."""
+def outcome(layout: Layout, folder: Path) -> tuple[str, str]:
+    """EQUAL, TEXT or "refused: why"; and the engines that it can be written for again. AssertionError if the head loads
+    and drafts otherwise than its own forward, or is another one after it was written and read."""
     base = None if layout.base is None else base_of(layout.base)
     tensors = layout.build(folder, base)
     try:
         model = SpecModel.from_pretrained(folder, **({} if base is None else {"base": base}), allow_pickle=True)
     except CheckpointError as error:
-        return f"refused: {str(error).removeprefix(str(folder)).removeprefix('/config.json').lstrip(': ')}"
+        return f"refused: {str(error).removeprefix(str(folder)).removeprefix('/config.json').lstrip(': ')}", "–"
+    engines = ", ".join(written_for(model, folder)) or "–"
     if layout.check is not None:
         layout.check(model, model.base, tensors, folder)
-        return EQUAL
+        return EQUAL, engines
     prompt, options = torch.tensor([PROMPTS[2]]), {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), model.base.generate(prompt, **options))
-    return TEXT
+    return TEXT, engines
 
 
-def row(layout: Layout, found: str) -> str:
-    return f"| {layout.head} | {layout.writer} | {layout.options or '–'} | {found} |"
+def written_for(model: SpecModel, folder: Path) -> list[str]:
+    """The engines whose formats hold the head, each written and read again: the same options and the same tensors."""
+    engines = engines_for(model.config, model.base, model.head)
+    for engine in engines:
+        path = model.export(folder.parent / engine, engine)
+        again = SpecModel.from_pretrained(path, base=model.base, allow_pickle=True)
+        assert again.head.config == model.head.config, (engine, again.head.config, model.head.config)
+        state, wanted = again.head.state_dict(), model.head.state_dict()
+        assert state.keys() == wanted.keys(), (engine, state.keys() ^ wanted.keys())
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted), engine
+    return engines
+
+
+def row(layout: Layout, here: str, engines: str) -> str:
+    return f"| {layout.head} | {layout.writer} | {layout.options or '–'} | {here} | {engines} |"
 
 
 def table() -> list[str]:
-    lines = ["| head | written by, or of | layout | here |", "|---|---|---|---|"]
+    lines = ["| head | written by, or of | layout | here | written again for |", "|---|---|---|---|---|"]
     for i, layout in enumerate(LAYOUTS):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                lines.append(row(layout, outcome(layout, Path(folder) / str(i))))
+                lines.append(row(layout, *outcome(layout, Path(folder) / str(i))))
             except Exception as error:
                 raise RuntimeError(f"{layout.head}, {layout.writer}, {layout.options}") from error
     return lines

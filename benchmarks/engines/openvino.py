@@ -80,7 +80,10 @@ def _decoder(
     peer, base = setup.peers[NAME], setup.models.target
     folder = peer.folder / f"base-{digest(fingerprint_base(base))}"
     write_once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
-    loaded: dict[str, Any] = {"base": str(folder), "lookup": lookup, "num_threads": torch.get_num_threads()}
+    precision = "bf16" if base.dtype == torch.bfloat16 else "f32"
+    loaded: dict[str, Any] = {
+        "base": str(folder), "lookup": lookup, "num_threads": torch.get_num_threads(), "precision": precision
+    }  # fmt: skip
     if head:
         loaded["head"] = str(_converted_head(peer, setup, setup.drafter(head), head))
     key = f"{head or 'plain'}{' lookup' if lookup else ''}"

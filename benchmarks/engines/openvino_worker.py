@@ -13,9 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-# float32 throughout, like the other decoders: by default OpenVINO uses bfloat16 if the CPU supports it.
-PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
-
 
 class Pipelines:
     """The open pipelines, by key."""
@@ -46,9 +43,10 @@ class Pipelines:
         return {}
 
     def open(
-        self, key: str, base: str, num_threads: int, head: str | None = None, lookup: bool = False
+        self, key: str, base: str, num_threads: int, precision: str, head: str | None = None, lookup: bool = False
     ) -> dict[str, Any]:
-        device = {**PRECISION, "INFERENCE_NUM_THREADS": num_threads}
+        """precision: f32 or bf16, as the other decoders compute; by itself OpenVINO takes what the CPU is fast at."""
+        device = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": num_threads}
         options: dict[str, Any] = dict(device)
         if head is not None:
             options["draft_model"] = self.genai.draft_model(head, "CPU", **device)

@@ -85,7 +85,6 @@ def _timed(
     base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, kind: str, length: int, count: int
 ) -> list[tuple[float, float]]:
     """Two times in milliseconds for each step: of the verify pass and the loop ("verify"), else of drafting, and 0."""
-    drafter: Dummy | _Timed
     dummy = Dummy(() if head is None else head.layers, 1 if kind == "level" else count)
     drafter: Dummy | _Timed = dummy
     if kind != "verify":

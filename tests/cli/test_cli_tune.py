@@ -191,6 +191,17 @@ def test_a_folder_of_costs_that_cannot_be_written_is_refused_before_anything_is_
     assert code == 2 and f"{home.parent} cannot be written to" in err and err.count("\n") == 1
 
 
+def test_a_measurement_takes_its_steps_alone_and_a_head_reads_as_many_positions_as_it_says():
+    model = shallow_spec_model("eagle3")
+    passes, read = [], []
+    model.base.register_forward_pre_hook(lambda *given: passes.append(1))
+    model.head.register_forward_pre_hook(lambda module, given: read.append(given[1].shape[1]))
+    costs = tune(model.base, model.head, TuneConfig(nodes=(1, 4), lengths=(11,), rounds=1, steps=2)).for_rows(1)
+    measurements = 2 + len(costs.read.points) + len(costs.level.points)
+    assert len(passes) == measurements * (1 + 1 + 2), "the prompt, a step that warms up, and two that are timed"
+    assert [read.count(count) for count in (11, 16, 64)] == [measurements - 2, 2, 2], "11 is the prompt"
+
+
 def test_nodes_and_lengths_named_twice_are_measured_once():
     costs = tune(_tiny(), None, TuneConfig(nodes=(2, 1, 2), lengths=(16, 16), rounds=1, steps=1)).for_rows(1)
     assert [nodes for nodes, _ in costs.loop.points] == [nodes for nodes, _ in costs.verify[16].points] == [1, 2]

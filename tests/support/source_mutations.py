@@ -739,6 +739,8 @@ MUTATIONS = (
       "after_an_image"),
     M("saved features without the base's positions", "training.features.training:FeatureModel.observe_base",
       "teacher, places", "teacher, None", "training/test_images.py", "saved_features"),
+    M("a head timed over one position, whatever is asked", "bench.tune.eager:_timed",
+      'kind == "level" else count', 'kind != "verify" else count', "cli/test_cli_tune.py", "measurement_takes"),
     M("answers by output position, of the range before", "losses.metrics:AcceptanceMeter.add",
       "right=True", "right=False", METRICS, "output_position"),
 )  # fmt: skip

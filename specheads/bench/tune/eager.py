@@ -7,7 +7,7 @@ Shapes: B batch rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,7 @@ from specheads.bench.tune.timing import (
     random_prompts,
     wait_for,
 )
-from specheads.decoding.acceptance import Exact
+from specheads.decoding.acceptance import Exact, TopN
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.pending import PendingFeatures
 from specheads.decoding.loop import decode
@@ -43,6 +43,8 @@ WIDTHS = (1, 2, 4, 8)  # nodes in a level
 CHAIN = 4  # levels timed together, to get the time of one
 SLOTS = 64
 UNTIMED = 1  # warm-up steps after the prompt
+ALL = TopN(n=2**31, margin=1.0)  # accepts every draft, so that a step leaves a head as many unread positions
+SAID = {"verify": "a pass over {} nodes", "read": "a head's pass over {} positions", "level": "levels of {} drafts"}
 
 
 def tune_eager(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None) -> StepCosts:
@@ -57,7 +59,7 @@ def tune_eager(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig
     for number in range(config.rounds * len(jobs)):
         job = jobs[number % len(jobs)]
         if report:
-            report(number / len(jobs) / config.rounds, f"{job[0]} {job[2]} after {job[1]} tokens")
+            report(number / len(jobs) / config.rounds, f"{SAID[job[0]].format(job[2])} after {job[1]} tokens")
         times[job].append(_timed(base, head, config, *job))
     if report:
         report(1.0, f"{len(jobs)} measurements of {config.rounds * config.steps} steps")
@@ -83,38 +85,28 @@ def _timed(
     base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, kind: str, length: int, count: int
 ) -> list[tuple[float, float]]:
     """Two times in milliseconds for each step: of the verify pass and the loop ("verify"), else of drafting, and 0."""
-    drafter: Dummy | _Timed
-    if kind == "verify":
-        drafter, plan = Dummy(() if head is None else head.layers, count), chain(max(2, count) - 1)
-    else:
+    dummy = Dummy(() if head is None else head.layers, 1 if kind == "level" else count)
+    drafter: Dummy | _Timed = dummy
+    if kind != "verify":
         assert head is not None
-        tree: Plan = chain(1) if kind == "read" else parallel_chains(count, _levels(head) + 1)
-        drafter, plan = _Timed(head, tree, count if kind == "read" else 1), chain(1)
-    target = TimedTarget(base, drafter.layers, scratch=plan.num_nodes)
-    every = drafter.every if isinstance(drafter, _Timed) else 1
+        drafter = _Timed(head, chain(1) if kind == "read" else parallel_chains(count, _levels(head) + 1), dummy)
+    plan = dummy.default_plan(base.device, do_sample=False)
+    target = TimedTarget(base, dummy.layers, scratch=plan.num_nodes)
     device: Any = target.device
     ids = random_prompts(base, config.batch, length)
-    new = config.new_tokens(count if kind == "read" else plan.num_nodes, UNTIMED)
     steps = decode(
         target, drafter, ids.to(device), torch.full((config.batch,), length, device=device), plan=plan,
-        sampler=Sampler(), accept=Exact(), stop=lambda row, text, count: -1, max_new_tokens=new,
+        sampler=Sampler(), accept=Exact() if kind == "verify" else ALL, stop=lambda row, text, count: -1,
+        max_new_tokens=config.new_tokens(plan.num_nodes, UNTIMED),
     )  # fmt: skip
-    next(steps)
     times = []
-    for number, step in enumerate(_limited(steps, (config.steps + UNTIMED) * every)):
-        if number < UNTIMED * every:
-            continue  # warms up
+    for step in islice(steps, 1 + UNTIMED, 1 + UNTIMED + config.steps):  # the prompt comes first
         if kind == "verify":
-            verify = target.seconds
-            times.append((verify * 1e3, max(0.0, step.seconds - verify - drafter.seconds) * 1e3))
-        elif drafter.seconds:
+            loop = max(0.0, step.seconds - target.seconds - drafter.seconds)
+            times.append((target.seconds * 1e3, loop * 1e3))
+        else:
             times.append((drafter.seconds * 1e3, 0.0))
     return times
-
-
-def _limited(steps: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in range(count):
-        yield next(steps)
 
 
 def _levels(head: DraftHead) -> int:
@@ -123,14 +115,12 @@ def _levels(head: DraftHead) -> int:
 
 
 class _Timed(Drafter):
-    """Lets a head draft at every n-th step, after n unread positions, but discards its drafts. seconds: of the last
-    draft; 0 at the steps between."""
+    """Lets a head draft after each step, but returns the dummy's drafts. seconds: taken by the head's last draft."""
 
-    def __init__(self, head: DraftHead, tree: Plan, every: int) -> None:
-        self.head, self.every, self.seconds = head, every, 0.0
+    def __init__(self, head: DraftHead, tree: Plan, dummy: Dummy) -> None:
+        self.head, self.dummy, self.seconds = head, dummy, 0.0
         self.plan = ReserveSlots(tree, SLOTS)
         self.unread = PendingFeatures()
-        self.step = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -141,18 +131,14 @@ class _Timed(Drafter):
         return (self.head,)
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
-        return chain(1)
+        return self.dummy.default_plan(device, do_sample)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         self.unread.add(context)
-        self.seconds = 0.0
-        if self.step == 0:  # the prompt, which is not part of a step
-            self.unread.propose(self.head, context, sampler, NoDraft(self.plan))
-        elif self.step % self.every == 0:
-            wait_for(context.root.device)
-            began = time.perf_counter()
-            self.unread.propose(self.head, context, sampler, self.plan)
-            wait_for(context.root.device)
-            self.seconds = time.perf_counter() - began
-        self.step += 1
-        return DraftTree.root_only(context.root)
+        wait_for(context.root.device)
+        began = time.perf_counter()
+        # The first pass reads the prompt, which is not part of a step.
+        self.unread.propose(self.head, context, sampler, self.plan if self.unread.has_read else NoDraft(self.plan))
+        wait_for(context.root.device)
+        self.seconds = time.perf_counter() - began
+        return self.dummy.propose(context, sampler, plan)

@@ -20,11 +20,14 @@ from specheads.models.base.loading import (
 from specheads.training.recipe.recipe import Recipe
 
 
-def load_base(recipe: Recipe) -> PreTrainedModel:
+def load_base(recipe: Recipe, weights: bool = True) -> PreTrainedModel:
+    """The base. Without weights, it is on the meta device."""
     hub = hub_options(recipe.base)
     options: dict[str, Any] = {**hub, "dtype": as_dtype(recipe.base_dtype) or "auto", "quantize": recipe.quantize}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
+    if not weights:
+        options["device_map"] = {"": "meta"}
     return load_language_model(recipe.base, **options)
 
 

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers.integrations import deepspeed
 
 from specheads.models.spec_model import SpecModel
-from specheads.training.build import training_arguments, unsharded
+from specheads.training.build import training_arguments
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
+from specheads.training.distributed.sharded_base import unsharded
 from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare

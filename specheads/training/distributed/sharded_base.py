@@ -137,8 +137,9 @@ def _partitioned_first(device: torch.device) -> Iterator[None]:
 def partition(model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
     """Give each process its part of every parameter of the first process's model, one parameter at a time, in the dtype
     of DeepSpeed's config."""
-    from deepspeed import zero
+    from deepspeed import init_distributed, zero
 
+    init_distributed()  # zero.Init reads the config before it does so, and would take this for a run of one process
     enabled = (dtype for name, dtype in _DTYPES.items() if config.get(name, {}).get("enabled") is True)
     dtype, first = next(enabled, None), None
     parts: dict[Tensor, nn.Parameter] = {}  # a parameter may have several names

@@ -35,5 +35,7 @@ def fsdp2_on_cpu():
 def configured(**changes):
     """The environment that `accelerate launch` makes of recipes/accelerate/fsdp2.yaml, with changes."""
     options = yaml.safe_load((ROOT / "recipes" / "accelerate" / "fsdp2.yaml").read_text())["fsdp_config"] | changes
-    words = {name.upper(): str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    words = {
+        name.upper(): str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()
+    }
     return mock.patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "true", **words})

@@ -32,7 +32,8 @@ def measure_ranks(
 ) -> Tensor:
     """Ranks (R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
 
-    report: called with the share of rows done. processor: the base's, for rows with images. ValueError if no draft would gain anything.
+    report: called with the share of rows done. processor: the base's, for rows with images. ValueError if no draft
+    would gain anything.
     """
     was_training = model.training
     model.eval()

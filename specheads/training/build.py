@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from specheads.data.datasets import token_counts
 from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.models.base.loading import as_dtype
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
+from specheads.training.distributed.launch import QuantisedBase
 from specheads.training.distributed.sharded_base import first_loads
 from specheads.training.errors import is_finished, last_finished
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.plan import autocast_of
 from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_absent_reporters
-from specheads.training.recipe.loading import collator_of, load_base, load_rows
+from specheads.training.recipe.loading import collator_of, is_quantised, load_base, load_rows
 from specheads.training.recipe.recipe import Recipe, RecipeError
 
 MIN_ROWS = 8  # that an evaluation may always have
@@ -33,7 +35,10 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
     loads for all, else in every process's."""
     with arguments.main_process_first(desc="reading the data"):
         train, held_out, processing = load_rows(recipe)
-    weights = arguments.process_index == 0 or not first_loads(arguments)
+    sharded = first_loads(arguments)
+    if sharded and is_quantised(recipe):  # which could not be built without weights
+        raise QuantisedBase
+    weights = arguments.process_index == 0 or not sharded
     return build_model(recipe, train, weights), train, held_out, collator_of(processing)
 
 

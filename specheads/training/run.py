@@ -28,7 +28,7 @@ from specheads.training.build import (
     training_arguments,
 )
 from specheads.training.distributed import launch
-from specheads.training.distributed.launch import SHARDED, LaunchError
+from specheads.training.distributed.launch import SHARDED, QuantisedBase
 from specheads.training.distributed.resume import WHOLE
 from specheads.training.distributed.sharded_base import first_loads, send_head, unsharded
 from specheads.training.errors import (
@@ -294,7 +294,5 @@ def prepare(recipe: Recipe) -> Run:
     kind = launch.kind_of(trainer.accelerator)
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
     if kind in SHARDED and getattr(model.base, "is_quantized", False):
-        raise LaunchError(
-            f"{kind} would shard a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
-        )
+        raise QuantisedBase
     return Run(trainer, checkpoint, recipe)

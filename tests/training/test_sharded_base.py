@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specheads.models.base.lora import JointConfig
-from specheads.training.distributed.launch import kind_of
+from specheads.training.distributed.launch import LaunchError, kind_of
+from specheads.training.distributed.sharded_base import first_loads
 from specheads.training.run import prepare
 from tests.support.fsdp2 import configured, fsdp2_on_cpu
 from tests.support.saved_features import dump, material, recipe
@@ -105,3 +107,20 @@ def test_heads_train_as_on_one_process(runs):
         assert whole.keys() == saved.keys()
         for key, tensor in whole.items():
             torch.testing.assert_close(saved[key], tensor, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
+
+
+def test_a_quantised_base_is_refused_before_it_is_loaded(folder, tmp_path):
+    with configured(), pytest.raises(LaunchError, match=r"a quantised base cannot be sharded .*: use ddp, zero1 or"):
+        prepare(replace(recipe(folder, tmp_path), quantize="int8"))
+
+
+def test_a_launcher_that_shards_nothing_after_all_is_stopped(folder, tmp_path):
+    """As on CPUs, where accelerate makes DDP of FSDP2; and without efficient loading each process loads the base."""
+    with configured(), pytest.raises(LaunchError, match=r"environment asks for .* 'fsdp2', but this run has 'no'"):
+        prepare(recipe(folder, tmp_path))
+    arguments = SimpleNamespace(fsdp_plugin_args=None)
+    for efficient in (True, False):
+        with configured(fsdp_cpu_ram_efficient_loading=efficient):
+            assert first_loads(arguments) is efficient
+    given = {"fsdp_version": 2, "cpu_ram_efficient_loading": True}
+    assert first_loads(SimpleNamespace(fsdp_plugin_args=given)) and not first_loads(arguments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -141,7 +141,7 @@ def partition(model: nn.Module, config: dict[str, Any], device: torch.device) ->
 
     init_distributed()  # zero.Init reads the config before it does so, and would take this for a run of one process
     enabled = (dtype for name, dtype in _DTYPES.items() if config.get(name, {}).get("enabled") is True)
-    dtype, first = next(enabled, None), None
+    dtype, first = next(enabled, None), cast(Any, None)
     parts: dict[Tensor, nn.Parameter] = {}  # a parameter may have several names
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -31,6 +31,12 @@ def load_base(recipe: Recipe, weights: bool = True) -> PreTrainedModel:
     return load_language_model(recipe.base, **options)
 
 
+def is_quantised(recipe: Recipe) -> bool:
+    """Will the base be quantised, as the recipe asks or as it was saved?"""
+    config = load_config(recipe.base, **hub_options(recipe.base))
+    return bool(recipe.quantize or getattr(config, "quantization_config", None))
+
+
 def load_tokens(recipe: Recipe) -> tuple[PreTrainedConfig, Any, set[int]]:
     """The config of the base, its tokenizer, or its processor if it reads images, and the tokens at which it
     stops."""

@@ -24,8 +24,8 @@ from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.convert import explain_frozen, is_frozen_base
 from specheads.models.spec_model import SpecModel, SpecOutput
-from specheads.training.distributed.checkpoints import patch_engine
 from specheads.training.distributed import launch
+from specheads.training.distributed.checkpoints import patch_engine
 from specheads.training.distributed.launch import LaunchConfig, kind_of
 from specheads.training.distributed.resume import refuse_head_alone
 from specheads.training.distributed.sharded_base import first_loads, patch_prepare

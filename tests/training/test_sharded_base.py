@@ -118,9 +118,9 @@ def test_a_launcher_that_shards_nothing_after_all_is_stopped(folder, tmp_path):
     """As on CPUs, where accelerate makes DDP of FSDP2; and without efficient loading each process loads the base."""
     with configured(), pytest.raises(LaunchError, match=r"environment asks for .* 'fsdp2', but this run has 'no'"):
         prepare(recipe(folder, tmp_path))
-    arguments = SimpleNamespace(fsdp_plugin_args=None)
+    arguments = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin_args=None)
     for efficient in (True, False):
         with configured(fsdp_cpu_ram_efficient_loading=efficient):
             assert first_loads(arguments) is efficient
     given = {"fsdp_version": 2, "cpu_ram_efficient_loading": True}
-    assert first_loads(SimpleNamespace(fsdp_plugin_args=given)) and not first_loads(arguments)
+    assert first_loads(SimpleNamespace(deepspeed_plugin=None, fsdp_plugin_args=given)) and not first_loads(arguments)

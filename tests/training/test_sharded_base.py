@@ -105,7 +105,7 @@ def resident(field):
 
 
 def test_no_process_but_the_first_holds_the_whole_base(runs):
-    refuse_whole_bases(runs)
+    refuse_whole_bases(runs, 0.75)
 
 
 @pytest.mark.slow
@@ -119,12 +119,12 @@ def test_nor_does_one_under_zero3(folder, tmp_path):
         for made in (folder, folder / "large")
     )
     forked(2, train_under_zero3, small, large, tmp_path)
-    refuse_whole_bases(tmp_path)
+    refuse_whole_bases(tmp_path, 1.3)  # with DeepSpeed's own memory; 1.5 if each loads the base
 
 
-def refuse_whole_bases(output):
+def refuse_whole_bases(output, most):
     (first, held), (second, also_held) = (json.loads((output / f"{rank}.json").read_text()) for rank in range(2))
-    assert first > 0.95 and second < 0.75, (first, second)
+    assert first > 0.95 and second < most, (first, second)
     assert held == also_held == pytest.approx(0.5, abs=0.01)
 
 

@@ -28,19 +28,19 @@ def measure_ranks(
     rows: Iterable[Mapping[str, Any]],
     batch_size: int = 8,
     report: Callable[[float], None] | None = None,
+    processor: Any = None,
 ) -> Tensor:
     """Ranks (R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
 
-    report: called with the share of rows done. ValueError if no draft would gain anything.
+    report: called with the share of rows done. processor: the base's, for rows with images. ValueError if no draft
+    would gain anything.
     """
     was_training = model.training
     model.eval()
-    listed = [dict(row) for row in rows]
+    listed, collator = [dict(row) for row in rows], Collator(0, processor=processor)
     measured = []
     for start in range(0, len(listed), batch_size):
-        batch = {
-            name: value.to(model.device) for name, value in Collator(0)(listed[start : start + batch_size]).items()
-        }
+        batch = {name: value.to(model.device) for name, value in collator(listed[start : start + batch_size]).items()}
         ranks = model(**batch).ranks
         if ranks is not None:
             measured.append(ranks.cpu())

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from specheads.data import images
 from specheads.decoding.drafters import CHECKPOINT_LOADERS, DRAFTERS, Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
 from specheads.decoding.verify.hf_base import text_config
@@ -19,6 +20,7 @@ from specheads.heads import DraftHead
 from specheads.hub import hub_options
 from specheads.models.base.loading import (
     load_language_model,
+    load_processing,
     load_tokenizer,
     placement,
     quantization,
@@ -60,8 +62,8 @@ class Models:
         `load_language_model`; heads stay as they are. ValueError, OSError or ImportError with the reason."""
         torch_dtype, torch_device = placement(dtype, device)
         if holds_head(source):
-            model, tokenizer = load_with_tokenizer(source, base, dtype, device, quantize)
-            return cls(model.base, tokenizer, {"head": model.head}, quantize)
+            model, processing = load_with_processing(source, base, dtype, device, quantize)
+            return cls(model.base, images.tokenizer_of(processing), {"head": model.head}, quantize)
         if base is not None:
             raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
         options = quantized_options(quantize, torch_device)
@@ -228,11 +230,11 @@ def describe_drafter(name: str, drafter: Drafter) -> str:
     return name
 
 
-def load_with_tokenizer(
+def load_with_processing(
     source: str, base: str | None, dtype: str, device: str, quantize: str | None = None
 ) -> tuple[SpecModel, Any]:
-    """Base and head on the device, and the base's tokenizer. quantize: the base. ValueError, OSError or ImportError
-    with the reason."""
+    """Base and head on the device, and the base's processor if it reads images, else its tokenizer. quantize: the
+    base. ValueError, OSError or ImportError with the reason."""
     torch_dtype, torch_device = placement(dtype, device)
     options = quantized_options(quantize, torch_device)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype or "auto", **options)
@@ -241,4 +243,4 @@ def load_with_tokenizer(
         in_dtype(model.head, model.base.dtype)
     (model.head if options else model).to(torch_device)
     name = base or model.base.name_or_path
-    return model, tokenizer_of(name)
+    return model, load_processing(name, model.base.config, **hub_options(name))

@@ -3,19 +3,13 @@ its steps, and evaluations and a parity gate that take at most a share of their 
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.integrations.deepspeed import (
-    is_deepspeed_zero3_enabled,
-    set_hf_deepspeed_config,
-    unset_hf_deepspeed_config,
-)
 
 from specheads.data.datasets import token_counts
 from specheads.data.rows import IGNORED
@@ -23,11 +17,13 @@ from specheads.heads.vocabulary import DraftVocabulary
 from specheads.models.base.loading import as_dtype
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
+from specheads.training.distributed.launch import QuantisedBase
+from specheads.training.distributed.sharded_base import first_loads
 from specheads.training.errors import is_finished, last_finished
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.plan import autocast_of
 from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_absent_reporters
-from specheads.training.recipe.loading import collator_of, load_base, load_rows
+from specheads.training.recipe.loading import collator_of, is_quantised, load_base, load_rows
 from specheads.training.recipe.recipe import Recipe, RecipeError
 
 MIN_ROWS = 8  # that an evaluation may always have
@@ -35,10 +31,15 @@ MIN_SECONDS = 30.0  # that the parity gate may always take
 
 
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
-    """Model, rows to train on, held-out rows and collator, with the base in memory."""
+    """Model, rows to train on, held-out rows and collator, with the base in memory: in that of the first process if it
+    loads for all, else in every process's."""
     with arguments.main_process_first(desc="reading the data"):
         train, held_out, processing = load_rows(recipe)
-    return build_model(recipe, train), train, held_out, collator_of(processing)
+    sharded = first_loads(arguments)
+    if sharded and is_quantised(recipe):  # which could not be built without weights
+        raise QuantisedBase
+    weights = arguments.process_index == 0 or not sharded
+    return build_model(recipe, train, weights), train, held_out, collator_of(processing)
 
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
@@ -98,26 +99,10 @@ def resume_point(recipe: Recipe) -> str | None:
     return str(wanted)
 
 
-@contextlib.contextmanager
-def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
-    """In the block models are loaded whole, since a head starts from the base's layers; the Trainer shards them later.
-
-    transformers loads shards whenever ZeRO-3 is configured, whatever accelerate's zero3_init_flag says.
-    """
-    if not is_deepspeed_zero3_enabled():
-        yield
-        return
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        assert arguments.deepspeed_plugin is not None
-        set_hf_deepspeed_config(arguments.deepspeed_plugin.hf_ds_config)
-
-
-def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
-    """Base and head: a new head, its draft vocabulary (if any) counted on the training data, or a checkpoint's."""
-    base = load_base(recipe)
+def build_model(recipe: Recipe, train: Iterable[Any], weights: bool = True) -> SpecModel:
+    """Base and head: a new head, its draft vocabulary (if any) counted on the training data, or a checkpoint's. Without
+    weights, both are on the meta device."""
+    base = load_base(recipe, weights)
     dtype = base.dtype if recipe.head_dtype == "auto" else as_dtype(recipe.head_dtype)
     if recipe.init_from is not None:
         model = load_head(base, recipe.init_from, dtype="auto")

@@ -28,7 +28,7 @@ from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError, reason
 from specheads.terminal import clock_time
 from specheads.training.build import Budget, gate_seconds
-from specheads.training.distributed.launch import KINDS, SHARDED
+from specheads.training.distributed.launch import FROM_FIRST, KINDS, SHARDED
 from specheads.training.recipe.loading import load_rows
 from specheads.training.recipe.recipe import Recipe
 from specheads.training.trainer.optim import is_hidden_matrix
@@ -42,9 +42,10 @@ BUSY = 0.25  # cores that other programs take, from which on a machine is called
 
 @dataclass(frozen=True)
 class Estimate:
-    """Parameter counts; memory: GiB per process, by part; loading: GiB of host memory that each process fills before
-    the model is sharded or moved; tokens_per_second: of all processes; budget, seconds: of the run by part, None if its
-    rows cannot be read; unread: why; busy: cores that other programs take."""
+    """Parameter counts; memory: GiB per process, by part; loading: GiB of host memory that a process which loads the
+    base fills before the model is sharded or moved: each, or under FROM_FIRST the first; tokens_per_second: of all
+    processes; budget, seconds: of the run by part, None if its rows cannot be read; unread: why; busy: cores that other
+    programs take."""
 
     base_parameters: int
     trained_parameters: int
@@ -66,12 +67,15 @@ class Estimate:
         """The estimate as text, for people."""
         parts = ", ".join(f"{name} {size:.2f}" for name, size in self.memory.items())
         together = min(self.processes, 8)
+        loading = f"memory of the machine while the base is loaded, whole in each process: {self.loading:.2f} GiB a "
+        loading += f"process, {self.loading * together:.2f} GiB for {together} on one machine"
+        if self.distributed in FROM_FIRST:
+            loading = f"memory of the machine while the first process loads the base for all: {self.loading:.2f} GiB"
         return [
             f"base: {self.base_parameters:,} parameters, frozen; trained: {self.trained_parameters:,}",
             f"memory of each of {self.processes} processes ({self.distributed}): {sum(self.memory.values()):.2f} GiB "
             f"({parts})",
-            f"memory of the machine while the base is loaded, whole in each process: {self.loading:.2f} GiB a process, "
-            f"{self.loading * together:.2f} GiB for {together} on one machine",
+            loading,
             *self._time(),
         ]
 

@@ -8,6 +8,7 @@ with the tree that will be used, which may choose its nodes by more than ranks.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,8 @@ from specheads.terminal import Report, clock_time
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
+
+_log = logging.getLogger(__name__)
 
 
 class ParityError(RuntimeError):
@@ -117,8 +120,10 @@ class Parity:
 
 def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[Row]:
     """The prompts of the first tokenized rows, as rows of input_ids: the tokens before the first supervised one, or the
-    first `prompt_tokens` of plain text; with their images. Rows with images further on are left out."""
+    first `prompt_tokens` of plain text; with their images. Rows with images further on are left out, with a warning
+    that counts them."""
     prompts: list[Row] = []
+    left_out = 0
     for row in rows:
         if len(prompts) == config.prompts:
             break
@@ -130,10 +135,12 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
         prompt = ids[: first if first > 2 else config.prompt_tokens]  # plain text may begin with a bos of its own
         types = list(row.get(TYPES) or ())
         if any(types[len(prompt) :]):
-            continue
-        if prompt:
+            left_out += 1
+        elif prompt:
             images = {"images": row["images"], TYPES: types[: len(prompt)]} if any(types) else {}
             prompts.append({"input_ids": prompt, **images})
+    if left_out:
+        _log.warning("parity: rows left out because of images after the beginning of their first answer: %d", left_out)
     return prompts
 
 
@@ -184,7 +191,13 @@ def compare(
     )
     try:
         collator = Collator(0, processor=processor)
-        prompts = [row for row in prompts if not row.get("images") or room is None or len(row["input_ids"]) <= room]
+        fitting = [row for row in prompts if not row.get("images") or room is None or len(row["input_ids"]) <= room]
+        if len(fitting) < len(prompts):
+            _log.warning(
+                "parity: prompts with images left out because they are longer than the %d tokens that the base's "
+                "context leaves for them: %d", room, len(prompts) - len(fitting),
+            )  # fmt: skip
+        prompts = fitting
         for done, row in enumerate(prompts, start=1):
             prompt = row["input_ids"][:room]
             asked = collator([{**row, "input_ids": prompt, "labels": prompt}])

@@ -26,11 +26,11 @@ from specheads.training.build import (
     resume_point,
     saved_parts,
     training_arguments,
-    unsharded,
 )
 from specheads.training.distributed import launch
-from specheads.training.distributed.launch import SHARDED, LaunchError
+from specheads.training.distributed.launch import SHARDED, QuantisedBase
 from specheads.training.distributed.resume import WHOLE
+from specheads.training.distributed.sharded_base import first_loads, send_head, unsharded
 from specheads.training.errors import (
     STATE,
     TrainingError,
@@ -266,6 +266,8 @@ def prepare(recipe: Recipe) -> Run:
     set_seed(arguments.seed)
     with unsharded(arguments):
         model, train, held_out, collator = saved_parts(recipe) if recipe.features else live_parts(recipe, arguments)
+    if first_loads(arguments):
+        send_head(model, arguments.device)
     refuse_without_targets(train)
     if held_out is not None:
         share = recipe.evaluation_share
@@ -292,7 +294,5 @@ def prepare(recipe: Recipe) -> Run:
     kind = launch.kind_of(trainer.accelerator)
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
     if kind in SHARDED and getattr(model.base, "is_quantized", False):
-        raise LaunchError(
-            f"{kind} would shard a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
-        )
+        raise QuantisedBase
     return Run(trainer, checkpoint, recipe)

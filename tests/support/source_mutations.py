@@ -575,6 +575,12 @@ MUTATIONS = (
       "evaluations_waited(state)", "0", "training/test_best_head.py", "waited_for"),
     M("resume: sums since the last log forgotten", "training.trainer.resumable:ResumableTrainer._load_rng_state",
       "fill_(unlogged.loss)", "fill_(0.0)", "training/test_trainer.py", "between_two_logs"),
+    M("a sharded base loaded by every process", "training.build:live_parts",
+      "arguments.process_index == 0 or not sharded", "True", "training/test_sharded_base.py", "no_process"),
+    M("a sharded run's head of each process's own", "training.distributed.sharded_base:_sent",
+      "torch.distributed.broadcast(", "(", "training/test_sharded_base.py", "as_on_one"),
+    M("parity: positions without the prefill's token", "training.parity:compare",
+      "texts.append(gains)", "texts.append(gains[1:])", "training/test_parity.py", "output_position"),
     M("features: scale of the mean", "training.features.shards:encode_states",
       ".amax(-1)", ".mean(-1)", "training/test_features_disk.py", "eight_bits"),
     # --- Checkpoints and formats ---

@@ -209,7 +209,9 @@ def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):
     recipe = str(ROOT / "recipes" / "eagle3.yaml")
     assert heads.main([recipe, *options, "--dry-run", "launch.processes=8", "launch.distributed=fsdp2"]) == 0
     said = capsys.readouterr().out
-    assert "whole in each process" in said and "memory of each of 8 processes (fsdp2)" in said
+    assert "while the first process loads the base for all" in said and "each of 8 processes (fsdp2)" in said
+    assert heads.main([recipe, *options, "--dry-run", "launch.processes=8", "launch.distributed=zero2"]) == 0
+    assert "whole in each process" in capsys.readouterr().out
     code, out, _ = run(capsys, "train", recipe, *options, "--dry-run", "--json")
     assert code == 0
     record = json.loads(out)

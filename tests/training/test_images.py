@@ -217,7 +217,7 @@ def test_a_run_from_saved_features_has_the_positions_that_the_base_counts(tmp_pa
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_a_run_on_rows_with_images_trains_a_head_that_decodes_as_training_counted(folder, tmp_path):
+def test_a_run_on_rows_with_images_trains_a_head_that_decodes_as_training_counted(folder, tmp_path, capsys):
     """From the base in memory and from its saved features alike."""
     data = {"max_length": 64}
     wanted = recipe(folder, tmp_path / "live", "eagle3", {"steps": 2}, data, per_device_eval_batch_size=3)
@@ -228,6 +228,14 @@ def test_a_run_on_rows_with_images_trains_a_head_that_decodes_as_training_counte
     kept = prepare(recipe(folder, tmp_path / "kept", "eagle3", {"steps": 2}, features=tmp_path / "saved"))
     assert kept.train()["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
     head = run.trainer.model.head.state_dict()
+    capsys.readouterr()  # commands read such rows as evaluation does
+    options = [str(tmp_path / "live"), "--data", str(folder / "eval.jsonl"), "--json", "--device", "cpu"]
+    assert cli.run(["parity", *options, "--prompts", "4", "--max-new-tokens", "12"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["measured"] == metrics["parity_measured"]
+    assert cli.run(["calibrate", *options, "--max-length", "64"]) == 0
+    learnt = [sum(label != -100 for label in row["labels"]) for row in run.trainer.eval_dataset]
+    assert json.loads(capsys.readouterr().out)["positions"] == sum(learnt) - len(learnt)
     saved = SpecModel.from_pretrained(tmp_path / "live")
     assert all(torch.equal(tensor, head[name]) for name, tensor in saved.head.state_dict().items())
     told = (convert(saved.base, "medusa").export(tmp_path / "served", "vllm") / "README.md").read_text("utf8")

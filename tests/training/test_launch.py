@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers.integrations import deepspeed
 
 from specheads.models.spec_model import SpecModel
-from specheads.training.build import training_arguments, unsharded
+from specheads.training.build import training_arguments
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
+from specheads.training.distributed.sharded_base import first_loads, unsharded
 from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
@@ -271,6 +272,7 @@ def test_models_are_loaded_whole_where_zero3_is_configured():
     try:
         with unsharded(SimpleNamespace(deepspeed_plugin=plugin)):
             assert not deepspeed.is_deepspeed_zero3_enabled()
+            assert first_loads(SimpleNamespace(deepspeed_plugin=plugin))  # and the others get their shards later
         assert deepspeed.is_deepspeed_zero3_enabled()
     finally:
         deepspeed.unset_hf_deepspeed_config()

@@ -2,13 +2,17 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
 
+from specheads.data.images import TYPES
 from specheads.data.rows import chunk
 from specheads.decoding.planner import chain
+from specheads.decoding.results import counts_by_range
 from specheads.models.convert import convert
+from specheads.training import parity as parity_module
 from specheads.training import run as training
 from specheads.training.parity import Parity, ParityConfig, ParityError, compare, prompts_of
 from specheads.training.recipe.recipe import RecipeError, read_recipe
@@ -70,6 +74,32 @@ def test_what_the_tree_to_be_served_accepts_is_told_too():
     assert short.metrics["parity_served"] == short.served and f"; {short.served:.3f} with the tree" in str(short)
 
 
+def test_the_accepted_length_by_output_position_is_that_of_the_steps_that_begin_there(monkeypatch):
+    """Counted by hand from the right tokens of each draft on the text that transformers writes."""
+    model, starts = learnt("medusa"), (0, 8, 20)
+    prompts = [*PROMPTS, [70, 71, 72], [20, 21]]  # it has not learnt the last ones
+    monkeypatch.setattr(parity_module, "counts_by_range", partial(counts_by_range, starts=starts))
+    found = compare(model, rows(*prompts), ParityConfig(max_new_tokens=40))
+    gained = {start: [] for start in starts}
+    for prompt in prompts:
+        text = model.base.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        labels = text.clone()
+        labels[:, : len(prompt)] = -100
+        with torch.no_grad():
+            ranks = model.eval()(text, labels=labels).ranks.tolist()
+        at = 1  # the pass over the prompt gives the first token
+        while at <= len(ranks):
+            right = next((depth for depth, rank in enumerate(ranks[at - 1]) if rank != 0), len(ranks[at - 1]))
+            gained[max(start for start in starts if start <= at)].append(1 + right)
+            at += 1 + right
+    expected = {start: sum(gains) / len(gains) for start, gains in gained.items()}
+    assert len(set(expected.values())) == 3
+    assert found.by_range == pytest.approx(expected)
+    assert found.metrics.items() >= {f"parity_measured_from_{s}": found.by_range[s] for s in starts}.items()
+    told = Parity(1.5, 1.5, 1.5, 9, 0.02, {0: 1.75, 4096: 1.25}).rows()
+    assert told[3:] == [["real decoding, at positions 0–1k", "1.750"], ["real decoding, at positions 4–16k", "1.250"]]
+
+
 def test_no_prompt_is_begun_after_the_time_it_may_take_and_progress_has_the_time_left():
     model, config, shown = learnt("medusa"), ParityConfig(max_new_tokens=12), []
     assert len(PROMPTS) > 1
@@ -80,7 +110,7 @@ def test_no_prompt_is_begun_after_the_time_it_may_take_and_progress_has_the_time
     assert [share for share, _ in shown] == [(i + 1) / len(PROMPTS) for i in range(len(PROMPTS))]
 
 
-def test_prompts_are_what_comes_before_the_first_supervised_token():
+def test_prompts_are_what_comes_before_the_first_supervised_token(caplog):
     chat = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, 5]}
     text = {"input_ids": list(range(50)), "labels": [-100, *range(1, 50)]}
     packed = {
@@ -89,6 +119,9 @@ def test_prompts_are_what_comes_before_the_first_supervised_token():
     config = ParityConfig(prompts=3, prompt_tokens=4)
     assert prompts_of([chat, text, chat, packed], config) == rows([1, 2, 3], [0, 1, 2, 3], [1, 2, 3])
     assert prompts_of([packed], config) == rows([1, 2, 3])
+    later = chat | {"images": ["a"], TYPES: [0, 0, 0, 0, 1]}
+    assert prompts_of([later, chat], config) == rows([1, 2, 3])
+    assert "left out because of images after the beginning of their first answer: 1" in caplog.text
 
 
 def test_a_later_part_of_a_long_text_that_begins_with_a_bos_of_its_own_is_plain_text():

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
 from specheads.heads import parallel
 from specheads.models.convert import convert
 from tests.support.tiny_models import tiny_llama
@@ -29,6 +31,7 @@ ZERO = {
 
 def trained(name, folder, processes, **options):
     kind, head = HEADS[name]
+    unset_hf_deepspeed_config()  # an earlier trainer's, under which transformers would build this base in shards
     # Blocks of a row take one to three passes, so that processes differ in how many their rows ask for.
     with mock.patch.dict(parallel.SLOTS_AT_ONCE, cpu=8):
         settings = {

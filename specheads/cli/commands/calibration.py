@@ -10,10 +10,11 @@ from specheads.cli.app import emit, output
 from specheads.cli.options.measure import CalibrateOptions, ParityOptions
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
+from specheads.data.images import processor_of
 from specheads.decoding.verify.hf_base import text_config
 from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from specheads.models.checkpoint import save_default_tree
-from specheads.models.named import load_with_tokenizer
+from specheads.models.named import load_with_processing
 from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
 
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -23,11 +24,15 @@ MAX_ROWS = 512  # that calibrate reads, drawn at random
 def find_tree(options: CalibrateOptions) -> None:
     """Print the best tree of so many nodes, and the accepted lengths on the data of it and of the best trees of other
     sizes; with --save the tree becomes the head's."""
-    model, tokenizer = load_with_tokenizer(options.model, options.base, options.dtype, options.device, options.quantize)
+    model, processing = load_with_processing(
+        options.model, options.base, options.dtype, options.device, options.quantize
+    )
     config = DataConfig(train=options.data, max_samples=MAX_ROWS, max_length=options.max_length)
-    rows, _ = build_datasets(config, tokenizer, text_config(model.base).vocab_size)
+    rows, _ = build_datasets(config, processing, text_config(model.base).vocab_size)
     with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:
-        ranks = measure_ranks(model, rows, report=lambda done: report(done, f"{len(rows)} rows"))
+        ranks = measure_ranks(
+            model, rows, report=lambda done: report(done, f"{len(rows)} rows"), processor=processor_of(processing)
+        )
     tree = calibrate_tree(ranks, options.num_nodes, options.max_depth)
     best = {size: calibrate_tree(ranks, size, options.max_depth) for size in sorted({*SIZES, options.num_nodes})}
     record = {
@@ -54,13 +59,15 @@ def show_trees(record: dict[str, Any]) -> None:
 def check_parity(options: ParityOptions) -> int:
     """Print both accepted lengths; the exit code is 3 if they differ."""
     config = ParityConfig(options.prompts, max_new_tokens=options.max_new_tokens, tolerance=options.tolerance)
-    model, tokenizer = load_with_tokenizer(options.model, options.base, options.dtype, options.device, options.quantize)
+    model, processing = load_with_processing(
+        options.model, options.base, options.dtype, options.device, options.quantize
+    )
     data = DataConfig(train=options.data, max_samples=options.prompts)
-    rows, _ = build_datasets(data, tokenizer, text_config(model.base).vocab_size)
+    rows, _ = build_datasets(data, processing, text_config(model.base).vocab_size)
     with terminal.progress(terminal.make_console(stderr=True), "decoding") as report:
-        parity = compare(model, prompts_of(rows, config), config, report)
+        parity = compare(model, prompts_of(rows, config), config, report, processor=processor_of(processing))
     if parity is None:
-        raise ValueError("the base answered every prompt with a single token: give other rows")
+        raise ValueError("no prompt was answered with more than a single token: give other rows")
     if options.as_json:
         emit({**vars(parity), "holds": parity.holds})
     else:

@@ -21,11 +21,21 @@ KINDS: dict[str, tuple[str, ...]] = {
     "fsdp": ("optimizer", "gradients", "weights"), "fsdp2": ("optimizer", "gradients", "weights"),
     "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "zero3": ("optimizer", "gradients", "weights"),
 }  # fmt: skip
+FROM_FIRST = ("fsdp2", "zero3")  # the first process loads the base, and sends the others their shards
 SHARDED = tuple(kind for kind, parts in KINDS.items() if "weights" in parts)  # no process has the whole model
 
 
 class LaunchError(ValueError):
     """The running processes are not those that were asked for."""
+
+
+class QuantisedBase(LaunchError):
+    """A base that cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a quantised base cannot be sharded (zero3, fsdp2), as its weights are no matrices: use ddp, zero1 or zero2"
+        )
 
 
 @dataclass(frozen=True)

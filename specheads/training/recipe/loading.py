@@ -20,12 +20,21 @@ from specheads.models.base.loading import (
 from specheads.training.recipe.recipe import Recipe
 
 
-def load_base(recipe: Recipe) -> PreTrainedModel:
+def load_base(recipe: Recipe, weights: bool = True) -> PreTrainedModel:
+    """The base. Without weights, it is on the meta device."""
     hub = hub_options(recipe.base)
     options: dict[str, Any] = {**hub, "dtype": as_dtype(recipe.base_dtype) or "auto", "quantize": recipe.quantize}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
+    if not weights:
+        options["device_map"] = {"": "meta"}
     return load_language_model(recipe.base, **options)
+
+
+def is_quantised(recipe: Recipe) -> bool:
+    """Will the base be quantised, as the recipe asks or as it was saved?"""
+    config = load_config(recipe.base, **hub_options(recipe.base))
+    return bool(recipe.quantize or getattr(config, "quantization_config", None))
 
 
 def load_tokens(recipe: Recipe) -> tuple[PreTrainedConfig, Any, set[int]]:

@@ -24,9 +24,11 @@ from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.convert import explain_frozen, is_frozen_base
 from specheads.models.spec_model import SpecModel, SpecOutput
+from specheads.training.distributed import launch
 from specheads.training.distributed.checkpoints import patch_engine
-from specheads.training.distributed.launch import kind_of
+from specheads.training.distributed.launch import LaunchConfig, kind_of
 from specheads.training.distributed.resume import refuse_head_alone
+from specheads.training.distributed.sharded_base import first_loads, patch_prepare
 from specheads.training.errors import TrainingError, resume_hint
 from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
@@ -99,6 +101,12 @@ class SpecTrainer(ResumableTrainer):
             if (printer := printer_for(callback, self._pace)) is not None:
                 self.remove_callback(callback)
                 self.add_callback(printer)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if first_loads(self.args):  # before a model without weights is moved to the device
+            launch.check(LaunchConfig(), self.args.world_size, kind_of(self.accelerator))
+        patch_prepare(self.accelerator)
 
     # Loss and reports
 

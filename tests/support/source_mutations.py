@@ -437,6 +437,8 @@ MUTATIONS = (
       "normed if self.config", "output if self.config", LOSS, "slow_implementation"),
     M("window counted from an unrolled draft's start", "heads.unrolled:FeatureHead.unroll",
       ", ahead=len(keys[i])", "", LOSS, "slow_implementation"),
+    M("keys that no query attends to multiplied", "heads.layers.row_attention:_parts",
+      "int(some[0])", "0", "heads/test_row_attention.py", "left_out"),
     M("window forgotten over an unrolled draft's own steps", "heads.layers.windows:attended_steps",
       'if reach.kind == "sliding"', "if False", LOSS, "slow_implementation"),
     M("window forgotten in a prompt", "heads.layers.block:read_committed",

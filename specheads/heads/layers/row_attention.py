@@ -126,8 +126,8 @@ class _RowAttention(torch.autograd.Function):
             change = at_least_float32(part.over_row(given, values[0], transpose=True))
             change = change.sub_(mean).mul_(weights).mul_(scale).to(query.dtype)
             grad = part.over_row(change, keys[0])
-            grads[1][:, :, : part.length] += part.to_row(change, query[..., here, :])
-            grads[1 + count][:, :, : part.length] += part.to_row(weights.to(query.dtype), given)
+            grads[1][:, :, part.keys] += part.to_row(change, query[..., here, :])
+            grads[1 + count][:, :, part.keys] += part.to_row(weights.to(query.dtype), given)
             if part.own is not None:
                 weights = part.own.sub_(total[..., here, :]).exp_()
                 change = at_least_float32(part.over_own(given, part.own_of(values), transpose=True))
@@ -141,21 +141,22 @@ class _RowAttention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Part:
-    """A part of the queries. scores (B, E, g, C, length) over the row's keys; own (B, E, g, C, S) over their own."""
+    """A part of the queries, and the K keys of the row from the first to the last that one of them attends to. scores
+    (B, E, g, C, K) over these; own (B, E, g, C, S) over the queries' own."""
 
     queries: slice
     shared: int
-    length: int
+    keys: slice
     scores: Tensor
     own: Tensor | None = None
 
     def over_row(self, left: Tensor, row: Tensor, transpose: bool = False) -> Tensor:
         """left (B, E, g, C, …) times the row's keys or values, transposed or not → (B, E, g, C, …)."""
-        row = row[:, :, : self.length]
+        row = row[:, :, self.keys]
         return (left.flatten(2, 3) @ (row.mT if transpose else row)).unflatten(2, left.shape[2:4])
 
     def to_row(self, left: Tensor, right: Tensor) -> Tensor:
-        """(B, E, g, C, length) transposed, times (B, E, g, C, d) → (B, E, length, d)."""
+        """(B, E, g, C, K) transposed, times (B, E, g, C, d) → (B, E, K, d)."""
         return left.flatten(2, 3).mT @ right.flatten(2, 3)
 
     def own_of(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -186,7 +187,9 @@ def _parts(options: tuple[Any, ...], query: Tensor, keys: Sequence[Tensor]) -> I
     for start in range(0, number, size):
         stop = min(start + size, number)
         seen, here = mask.part(start, stop), query[..., start:stop, :]
-        part = _Part(slice(start, stop), shared, seen.shape[2], query)
+        some = seen.flatten(0, 1).any(0).nonzero()  # a window, or a document, leaves most keys of a long row out
+        near = slice(int(some[0]), int(some[-1]) + 1) if len(some) else slice(0, 1)
+        part, seen = _Part(slice(start, stop), shared, near, query), seen[..., near]
         part.scores = at_least_float32(part.over_row(here, keys[0], transpose=True)).mul_(scale)
         lowest = torch.finfo(part.scores.dtype).min
         part.scores.masked_fill_(~seen[:, None, None], lowest)

@@ -45,7 +45,8 @@ def warn_past_limits(base: PreTrainedModel, trained_length: int | None, length: 
     if trained_length is not None and length - 1 > trained_length:
         logger.warning_once(
             f"position {trained_length + 1} is past the {trained_length} tokens that this head was trained on: the "
-            "text stays right, but drafts may be accepted less; train on longer rows (data.max_length) for such texts"
+            "text stays right, but drafts may be accepted less; for such texts train on longer rows (data.max_length) "
+            "or give the head a window (head.sliding_window)"
         )
     limit = base_length(base)
     if limit is not None and length - 1 > limit:

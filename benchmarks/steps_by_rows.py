@@ -68,7 +68,7 @@ class Clock(BaseStreamer, StoppingCriteria):
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a step, and the milliseconds of its steps by round."""
+    """One way to run steps."""
 
     name: str
     base: Any

@@ -83,17 +83,13 @@ def test_what_it_keeps_for_the_backward_pass_grows_as_the_row_does():
     assert kept(512) == 2 * kept(256) > 0
 
 
-def test_keys_that_no_query_of_a_part_attends_to_are_left_out(monkeypatch):
+def test_keys_that_no_query_of_a_part_attends_to_are_left_out():
     """A window and a document are short, however long the row."""
-    monkeypatch.setitem(code.SCORES, "cpu", 1)
-    monkeypatch.setattr(code, "FEWEST", 4)
-    length = 64
-    query, key = torch.randn(1, 2, 1, length, 4), torch.randn(1, 2, length, 4)
+    length, parts = 64, [slice(start, start + 4) for start in range(0, 64, 4)]
     position = torch.arange(length).unsqueeze(0)
     for mask, most in (
         (RowMask(torch.ones(1, length).long(), position, Reach("sliding", 3)), 4 + 3 - 1),
         (RowMask(position // 16, position % 16, Reach()), 16),
         (RowMask(position // 16, position % 16, Reach(), keys=position < 0), 1),  # none at all
     ):
-        widths = [part.scores.shape[-1] for part in code._parts((mask, 1, None, 1.0, 1), query, [key])]
-        assert max(widths) == most, mask
+        assert max(keys.stop - keys.start for keys in mask.attended(parts)) == most, mask

@@ -71,7 +71,7 @@ def rows_at_once(dtype: torch.dtype, rows: int) -> int:
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """query (B, heads, N, d), key (B, key heads, L, d) and value (B, key heads, L, e), additive mask (B or 1, 1, N or
-    1, L) → (B, heads, N, e), laid out in memory as (B, N, heads, e).
+    1, L) → (B, heads, N, e), contiguous as (B, N, heads, e).
 
     Query head h attends with key head h // (heads / key heads). A query that sees no key gives zeros. Products
     accumulate, and the softmax is computed, in float32.

@@ -42,22 +42,33 @@ class RowMask:
     ahead: int | Tensor = 0
     keys: Tensor | None = None
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """(B, C, K) bool the rows of queries start … stop − 1, over the first K keys, which are all that they see."""
+    def part(self, queries: slice, keys: slice | None = None) -> Tensor:
+        """(B, C, K) bool: of these queries over these keys; None: over the first, which are all that they see."""
         every = torch.arange(self.documents.shape[1], device=self.documents.device)
         if self.columns is None:
-            every, columns = every[:stop], every[start:stop].expand(len(self.documents), -1)
+            columns = every[queries].expand(len(self.documents), -1)
+            keys = slice(queries.stop) if keys is None else keys
         else:
-            columns = self.columns[:, start:stop]
-        documents = self.documents[:, : len(every)].unsqueeze(1)
-        seen = (self.documents.gather(1, columns).unsqueeze(2) == documents) & (every <= columns.unsqueeze(2))
+            columns, keys = self.columns[:, queries], slice(None) if keys is None else keys
+        seen = self.documents.gather(1, columns).unsqueeze(2) == self.documents[:, keys].unsqueeze(1)
+        seen &= every[keys] <= columns.unsqueeze(2)
         if self.reach.kind != "full":
-            ahead = self.ahead[start:stop] if isinstance(self.ahead, Tensor) else self.ahead
+            ahead = self.ahead[queries] if isinstance(self.ahead, Tensor) else self.ahead
             position = self.positions.gather(1, columns) + ahead
-            seen &= self.reach(position.unsqueeze(2), self.positions[:, : len(every)].unsqueeze(1))
+            seen &= self.reach(position.unsqueeze(2), self.positions[:, keys].unsqueeze(1))
         if self.keys is not None:
-            seen &= self.keys[:, : len(every)].unsqueeze(1)
+            seen &= self.keys[:, keys].unsqueeze(1)
         return seen
+
+    def attended(self, parts: Sequence[slice]) -> list[slice]:
+        """For each part of the queries, the keys from the first to the last that one of them attends to, or the first
+        key where there is none. A window, or a document, leaves out most of a long row's."""
+        ends = []
+        for queries in parts:
+            seen = self.part(queries).flatten(0, 1).any(0)
+            after = len(seen) - seen.flip(0).int().argmax()
+            ends.append(torch.stack([seen.int().argmax(), after.where(seen.any(), 1)]))
+        return [slice(*both) for both in torch.stack(ends).tolist()] if ends else []  # one wait for the device
 
 
 def row_attention(
@@ -76,7 +87,10 @@ def row_attention(
         query, keys, values = query.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grouped = query.unflatten(1, (keys[0].shape[1], -1))
-    options = (mask, shared, own_mask, scale, len(keys))
+    size = queries_of_part(query.shape[0] * query.shape[1], keys[0].shape[2], query.device)
+    size = -(-size // shared) * shared
+    parts = [slice(start, min(start + size, query.shape[2])) for start in range(0, query.shape[2], size)]
+    options = (mask, list(zip(parts, mask.attended(parts), strict=True)), shared, own_mask, scale, len(keys))
     return _RowAttention.apply(options, grouped, *keys, *values).flatten(1, 2)
 
 
@@ -180,21 +194,15 @@ class _Part:
 
 
 def _parts(options: tuple[Any, ...], query: Tensor, keys: Sequence[Tensor]) -> Iterator[_Part]:
-    mask, shared, own_mask, scale, count = options
-    batch, key_heads, group, number, _ = query.shape
-    size = queries_of_part(batch * key_heads * group, keys[0].shape[2], query.device)
-    size = -(-size // shared) * shared
-    for start in range(0, number, size):
-        stop = min(start + size, number)
-        seen, here = mask.part(start, stop), query[..., start:stop, :]
-        some = seen.flatten(0, 1).any(0).nonzero()  # a window, or a document, leaves most keys of a long row out
-        near = slice(int(some[0]), int(some[-1]) + 1) if len(some) else slice(0, 1)
-        part, seen = _Part(slice(start, stop), shared, near, query), seen[..., near]
+    mask, parts, shared, own_mask, scale, count = options
+    for queries, near in parts:
+        seen, here = mask.part(queries, near), query[..., queries, :]
+        part = _Part(queries, shared, near, query)
         part.scores = at_least_float32(part.over_row(here, keys[0], transpose=True)).mul_(scale)
         lowest = torch.finfo(part.scores.dtype).min
         part.scores.masked_fill_(~seen[:, None, None], lowest)
         if count > 1:
             part.own = at_least_float32(part.over_own(here, part.own_of(keys), transpose=True)).mul_(scale)
             if own_mask is not None:
-                part.own.masked_fill_(~own_mask[:, None, None, start:stop], lowest)
+                part.own.masked_fill_(~own_mask[:, None, None, queries], lowest)
         yield part

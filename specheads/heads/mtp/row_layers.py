@@ -39,7 +39,7 @@ class StepMask:
         number = self.own.shape[1]
         same = torch.eye(number, dtype=torch.bool, device=self.own.device)
         later = [same & own.unsqueeze(2) for own in self.own.unbind(2)]
-        return additive(torch.cat([self.row.part(0, number), *later], 2), dtype)
+        return additive(torch.cat([self.row.part(slice(0, number)), *later], 2), dtype)
 
 
 class StepCache(Cache):

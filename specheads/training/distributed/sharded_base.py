@@ -26,9 +26,8 @@ from specheads.training.distributed.launch import from_environment, kind_of
 def first_loads(arguments: Any) -> bool:
     """Does the first process alone load the base? Under ZeRO-3, and under FSDP2 if it is to load efficiently
     (cpu_ram_efficient_loading), without which accelerate shards what each process has loaded."""
-    if (
-        plugin := arguments.deepspeed_plugin
-    ) is not None:  # and not what transformers says, which changes in `unsharded`
+    # Not what transformers says of ZeRO-3, which `unsharded` changes for a time.
+    if (plugin := arguments.deepspeed_plugin) is not None:
         return plugin.hf_ds_config.is_zero3()
     if (options := arguments.fsdp_plugin_args) is not None:
         return options["fsdp_version"] == 2 and options["cpu_ram_efficient_loading"]

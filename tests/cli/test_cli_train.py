@@ -175,6 +175,17 @@ def test_the_demos_training_ends_when_held_out_text_accepts_enough(demo):
     assert len(json.loads(out)["training"]["history"]) == 2
 
 
+def test_the_demo_says_that_other_programs_took_part_of_its_minutes():
+    options = live.LiveOptions(minutes=3, seed=0)
+    for length, load, said in (
+        (1.5, 2.4, "3 minutes are up"),
+        (1.5, None, "3 minutes are up"),
+        (1.5, 2.6, "3 minutes are up, part of them with other programs (2 cores with a load of 2.6)"),
+        (2.0, 2.6, "2 are reached"),
+    ):
+        assert live.ending(length, options, {"cores": 2, "load_average": load}) == said
+
+
 def demo_figures(load, **speed_ups):
     """What the demo shows at this load of two cores, of decoders that are so much faster than plain decoding."""
     rows = {

@@ -20,7 +20,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from specheads import terminal
+from specheads.bench import environment
 from specheads.bench.decoders import specheads_generate
+from specheads.cli.demo.race import is_busy
 from specheads.data import corpus
 from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import Eagle3Head
@@ -160,9 +162,19 @@ def train_live(
         tell(1.0, f"{steps} steps")
     model.eval()
     tokens = steps * options.rows * options.row_tokens
-    end = f"{options.enough:g} are reached" if length >= options.enough else f"{options.minutes:g} minutes are up"
-    out.print(f"{end}: {length:.2f} tokens a pass after {steps} steps, {tokens / 1e3:.0f}k tokens")
+    trained = f"{length:.2f} tokens a pass after {steps} steps, {tokens / 1e3:.0f}k tokens"
+    out.print(f"{ending(length, options, environment.environment())}: {trained}")
     return {"seconds": time.monotonic() - began, "steps": steps, "tokens": tokens, "history": curve.points}
+
+
+def ending(length: float, options: LiveOptions, where: dict[str, Any]) -> str:
+    """Why training ended at this accepted length, on the machine of an environment's record."""
+    if length >= options.enough:
+        return f"{options.enough:g} are reached"
+    end = f"{options.minutes:g} minutes are up"
+    if is_busy(where):
+        end += f", part of them with other programs ({where['cores']} cores with a load of {where['load_average']})"
+    return end
 
 
 def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> Tensor:

@@ -44,6 +44,11 @@ def compare(
         return race(racers, batches, repeats=REPEATS, budget=SECONDS, report=tell)
 
 
+def is_busy(where: dict[str, Any]) -> bool:
+    """Do other programs slow this one down, by the load of the environment's record?"""
+    return where["load_average"] is not None and where["load_average"] > BUSY * where["cores"]
+
+
 def print_figures(rows: dict[str, dict[str, Any]], where: dict[str, Any], new_tokens: int, out: Console) -> None:
     """Each decoder's passes, then its speed beside plain's, and why it loses if it does; on a busy machine no speed."""
     passes = {name: round(1 + (row["tokens"] / row["texts"] - 1) / tokens_a_pass(row)) for name, row in rows.items()}
@@ -51,8 +56,7 @@ def print_figures(rows: dict[str, dict[str, Any]], where: dict[str, Any], new_to
         f"{new_tokens} tokens: {passes[PLAIN]} passes → {passes['head']} with the head, {passes['auto']} with auto",
         style="bold",
     )
-    load, cores = where["load_average"], where["cores"]
-    busy = load is not None and load > BUSY * cores
+    load, cores, busy = where["load_average"], where["cores"], is_busy(where)
     shares = {name: tokens_a_pass(row) if busy else row["speed_up"] for name, row in rows.items()}
     lines = [
         [name, terminal.bar(share / max(shares.values()), 24), str(passes[name])]
